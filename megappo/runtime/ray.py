@@ -1,0 +1,240 @@
+"""The Ray runtime: one Ray actor per mesh rank, placed by a placement group.
+
+Starts a cluster on this machine (bound to loopback) or joins a running one, waits a bounded
+time for the resources, packs ranks by node, and carries calls. A rank that raises or dies
+ends the wait at once. It knows nothing of what the ranks compute: ``host.py`` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megappo.runtime.groups import RankCall, RankError, RankGroup, rank_log_path
+from megappo.runtime.host import Host, HostSettings, redirect_output
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no tensor passes through it
+POLL_SECONDS = 0.5  # how often a wait lets Python handle signals
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """Where and how ranks are placed.
+
+    ``address`` None starts a cluster here. ``placement_timeout`` is in seconds.
+    """
+
+    address: str | None
+    num_cpus_per_rank: float
+    num_gpus_per_rank: float
+    placement_timeout: float
+
+
+class RankActor:
+    """The Ray actor around one ``Host``. Light to create: ``start`` does the imports."""
+
+    def __init__(self, rank: int, log_path: str) -> None:
+        redirect_output(Path(log_path))
+        self._rank = rank
+        self._host: Host | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Address and a free port of this rank, for the process group of the mesh."""
+        return Host.rendezvous(ray.util.get_node_ip_address())
+
+    def start(self, settings: HostSettings, master: tuple[str, int]) -> None:
+        """Join the mesh and build roles and engine."""
+        self._host = Host(self._rank, settings, master)
+
+    def call(self, call: RankCall) -> Any:
+        """Run one call."""
+        assert self._host is not None
+        return self._host.call(call)
+
+
+class RayRuntime:
+    """Mesh ranks as Ray actors. ``start`` must be called before any group is.
+
+    Args:
+        settings: what every rank hosts.
+        ray_settings: placement.
+        log_dir: folder for one log file per rank.
+    """
+
+    def __init__(self, settings: HostSettings, ray_settings: RaySettings, log_dir: Path) -> None:
+        self._settings = settings
+        self._ray = ray_settings
+        self._log_dir = log_dir.resolve()
+        self._actors: list[Any] = []
+        self._placement: PlacementGroup | None = None
+        self._connected = False
+
+    def start(self) -> None:
+        """Connect, place the ranks, start them together.
+
+        Raises:
+            ValueError: the cluster lacks the resources, or a rank found a user's error.
+            RankError: a rank failed to start.
+        """
+        self._connect()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        world = self._settings.topology.world_size
+        order = self._place(world)
+        environment = {"env_vars": rank_environment()}
+        actor_class = ray.remote(RankActor)
+        for rank, bundle in enumerate(order):
+            self._actors.append(
+                actor_class.options(
+                    num_cpus=self._ray.num_cpus_per_rank,
+                    num_gpus=self._num_gpus(),
+                    runtime_env=environment,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self._placement, placement_group_bundle_index=bundle
+                    ),
+                ).remote(rank, str(rank_log_path(self._log_dir, rank)))
+            )
+        master = self._collect({self._actors[0].address.remote(): 0}, "mesh")[0]
+        refs = {a.start.remote(self._settings, master): r for r, a in enumerate(self._actors)}
+        self._collect(refs, "mesh")
+
+    def role_group(self, role: str) -> RankGroup:
+        """The group of one role: its replicas are the mesh's data-parallel replicas."""
+        topology = self._settings.topology
+        return RankGroup(
+            self,
+            role,
+            [topology.replica_ranks(d) for d in range(topology.dp)],
+            [topology.output_rank(d) for d in range(topology.dp)],
+        )
+
+    def engine_group(self) -> RankGroup:
+        """The group of the engines: a replica is one engine, its leader answers."""
+        size = self._settings.engine.tensor_parallel_size
+        leaders = list(range(0, self._settings.topology.world_size, size))
+        return RankGroup(
+            self, "engine", [list(range(r, r + size)) for r in leaders], leaders
+        )
+
+    def dispatch(self, calls: Mapping[int, RankCall]) -> dict[int, Any]:
+        """See ``Runtime.dispatch``."""
+        target = next(iter(calls.values())).target
+        refs = {self._actors[rank].call.remote(call): rank for rank, call in calls.items()}
+        return self._collect(refs, target)
+
+    def shutdown(self) -> None:
+        """Kill the ranks, free the placement group, leave (or stop) the cluster."""
+        if not self._connected:
+            return
+        self._connected = False
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        ray.shutdown()
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "include_dashboard": False,
+        }
+        if self._ray.address is None:
+            options |= {
+                "address": "local",
+                "_node_ip_address": LOOPBACK,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+        else:
+            options = {"address": self._ray.address, "log_to_driver": False}
+        self._connected = True
+        try:
+            ray.init(**options)
+        except ConnectionError as error:
+            raise ValueError(
+                f"ray_address = {self._ray.address}: no Ray cluster answers there ({error}); "
+                "start one with `ray start --head`, or leave ray_address unset"
+            ) from error
+
+    def _num_gpus(self) -> float:
+        return self._ray.num_gpus_per_rank if self._settings.on_gpu else 0
+
+    def _place(self, world: int) -> list[int]:
+        """Reserve one bundle per rank; return bundle indices with the ranks of a node together."""
+        bundle = {"CPU": self._ray.num_cpus_per_rank}
+        if self._num_gpus():
+            bundle["GPU"] = self._num_gpus()
+        self._placement = placement_group([dict(bundle) for _ in range(world)], strategy="PACK")
+        deadline = time.monotonic() + self._ray.placement_timeout
+        while not self._placement.wait(POLL_SECONDS):
+            if time.monotonic() > deadline:
+                needed = {name: amount * world for name, amount in bundle.items()}
+                raise ValueError(
+                    f"the mesh needs {needed} (megatron.world_size = {world} ranks of {bundle}), "
+                    f"but within ray.placement_timeout = {self._ray.placement_timeout:g} s the "
+                    f"cluster offered {_available(bundle)}; lower ray.num_cpus_per_rank or "
+                    "megatron.world_size, or add nodes"
+                )
+        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        return sorted(range(world), key=lambda index: (nodes[index], index))
+
+    def _collect(self, refs: Mapping[Any, int], target: str) -> dict[int, Any]:
+        """Wait for all results; the first failure ends the wait."""
+        pending = list(refs)
+        results: dict[int, Any] = {}
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+            for ref in ready:
+                rank = refs[ref]
+                try:
+                    results[rank] = ray.get(ref)
+                except RayTaskError as error:
+                    raise self._failure(error.cause, target, rank) from error
+                except RayActorError as error:
+                    raise RankError(
+                        f"{target} rank {rank} died: {_one_line(error)}; "
+                        f"its log: {rank_log_path(self._log_dir, rank)}"
+                    ) from error
+        return results
+
+    def _failure(self, cause: BaseException, target: str, rank: int) -> Exception:
+        if isinstance(cause, ValueError):
+            return ValueError(_one_line(cause))
+        return RankError(
+            f"{target} rank {rank} failed: {type(cause).__name__}: {_one_line(cause)}; "
+            f"its log: {rank_log_path(self._log_dir, rank)}"
+        )
+
+
+def rank_environment() -> dict[str, str]:
+    """Environment of every rank process: one OpenMP thread, no network, quiet vendors."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+
+
+def _available(bundle: Mapping[str, float]) -> dict[str, float]:
+    resources = ray.cluster_resources()
+    return {name: float(resources.get(name, 0.0)) for name in bundle}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
