@@ -1,0 +1,1 @@
+"""Command-line tools that convert, inspect and verify checkpoints."""
