@@ -15,7 +15,7 @@ help: ## Show this list
 setup: $(VENV)/.ready ## Create .venv and install the pinned requirements into it
 
 $(VENV)/.ready: requirements/cpu.lock requirements/install.sh pyproject.toml
-	@PYTHON=$(PYTHON) VENV=$(VENV) requirements/install.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/install.sh
 	@touch $@
 
 quickstart: setup ## PPO on a small task, from nothing to a Hugging Face folder (ARGS=... for options)
