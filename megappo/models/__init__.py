@@ -1,1 +1,1 @@
-"""TODO."""
+"""Megatron models from Hugging Face shapes: configuration, layers, heads, packed forward."""

@@ -1,0 +1,105 @@
+"""The one place that turns a model's shape and a mesh into Megatron's configuration.
+
+Knows the traps of ``TransformerConfig`` (each noted where it is avoided); builds no model
+and reads no files. ``build`` uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from megappo.topology import Topology
+from megappo.weights.shape import ModelShape
+
+Recompute = Literal["full", "selective"]
+
+
+def check_divisible(shape: ModelShape, topology: Topology) -> None:
+    """Refuse a mesh that cannot cut this model evenly, before any weight is read.
+
+    Raises:
+        ValueError: naming the two numbers and the key to change.
+    """
+    tp_key = f"megatron.tensor_model_parallel_size = {topology.tp}"
+    for what, size in (
+        ("num_attention_heads", shape.num_heads),
+        ("intermediate_size", shape.ffn_hidden_size),
+    ):
+        if size % topology.tp:
+            raise ValueError(f"{tp_key} does not divide the model's {what} = {size}")
+    if shape.num_kv_heads % topology.tp and topology.tp % shape.num_kv_heads:
+        raise ValueError(
+            f"{tp_key} neither divides the model's num_key_value_heads = {shape.num_kv_heads} "
+            "nor is a multiple of it"
+        )
+    if shape.num_layers % topology.pp:
+        raise ValueError(
+            f"megatron.pipeline_model_parallel_size = {topology.pp} does not divide the "
+            f"model's num_hidden_layers = {shape.num_layers}"
+        )
+
+
+def transformer_config(
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: Recompute | None,
+) -> TransformerConfig:
+    """Megatron's configuration of this model on this mesh; make one per model.
+
+    Args:
+        shape: the model.
+        topology: the mesh.
+        dtype: parameters and activations, float32 or bfloat16.
+        sequence_parallel: split activations along the sequence between tensor regions;
+            no effect at tensor-parallel size 1.
+        recompute: recompute whole layers or the attention core in the backward pass.
+    """
+    options: dict[str, Any] = {}
+    if recompute == "full":
+        options = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        options = {"recompute_modules": ["core_attn"]}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        # Dropout would make the trainer's policy differ from the one that sampled.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        sequence_parallel=sequence_parallel and topology.tp > 1,
+        # Every weight is imported; megatron's own initialisation would be thrown away.
+        perform_initialization=False,
+        # The loss function returns a sum and a token count: exact for any micro-batch cut.
+        calculate_per_token_loss=True,
+        # Packed micro-batches differ in length; demands "alltoall", also for dense models.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Fusions that need apex or torch.compile.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        recompute_granularity=recompute,
+        **options,
+    )
