@@ -1,0 +1,75 @@
+"""What vLLM wants of the process it runs in, and what it must leave alone.
+
+Importing vLLM costs about 12 s of CPU, so it happens once, in ``import_vllm``: a parent that
+forks ranks calls it before it forks. Everything else here keeps an engine from disturbing the
+trainer that shares its process: environment variables that vLLM sets for its own children,
+and the state of the random generators. It knows no engine and no weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this very process
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_MODULES = (
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.llama",
+)
+# Set by vLLM's CPU platform for processes that it would start; Megatron and subprocesses of
+# the trainer must not see them.
+_VLLM_LEAKS = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+
+
+def import_vllm() -> None:
+    """Set the variables that vLLM reads when it is imported, and import what an engine uses."""
+    os.environ.update(_REQUIRED)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        # Without it the first log-probabilities cost 3 to 20 s of compilation.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the explicit size
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+@contextmanager
+def launched_as(rank: int, world_size: int) -> Iterator[None]:
+    """The environment that vLLM's external launcher reads, for the time an engine starts."""
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else rank
+    before = {name: os.environ.get(name) for name in _VLLM_LEAKS}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Leave the process's random generators as they were: vLLM seeds and draws from them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -1,0 +1,268 @@
+"""A vLLM engine rank inside a mesh rank: draws responses, takes new weights.
+
+The default process group of all mesh ranks is up before an engine starts; vLLM's external
+launcher splits it into engines of ``tensor_parallel_size`` neighbouring ranks. Every rank of
+an engine makes the same calls in the same order. The class knows no trainer and no weights
+plan, so it may as well live in processes of its own.
+
+Weights have versions. Between ``begin_update`` and a successful ``finish_update``, and after
+a failure in between, the engine refuses to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from megappo.records import (
+    GenerateRequest,
+    Rollouts,
+    SampleInfo,
+    SampleRequest,
+    SamplingParams,
+)
+from megappo.rollout.engine import (
+    EngineSettings,
+    EngineUnusableError,
+    FinishedSample,
+    draw,
+    pack,
+)
+from megappo.rollout.process import import_vllm, launched_as, unchanged_random_state
+from megappo.rollout.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class VLLMEngine:
+    """One rank of one engine.
+
+    Attributes:
+        settings: how it was built.
+        version: of the weights; 0 is what ``settings.model_dir`` holds.
+        leader_rank: first rank of this engine in the default process group. All ranks of an
+            engine draw the same tokens; the leader's are the ones to keep.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Load ``settings.model_dir``; collective over the default process group.
+
+        Args:
+            settings: the same on all ranks.
+
+        Raises:
+            ValueError: the ranks cannot be split into engines, the context or the KV cache does
+                not fit, or the model has a layer that cannot be updated.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        size = settings.tensor_parallel_size
+        if world_size % size:
+            raise ValueError(
+                f"vllm.tensor_parallel_size = {size} does not divide the {world_size} ranks of "
+                "the mesh (megatron.world_size)"
+            )
+        self.settings = settings
+        self.version = 0
+        self.leader_rank = rank // size * size
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_dir)
+        self._requests: dict[int, SampleRequest] = {}
+        self._unusable: str | None = None
+        import_vllm()
+        with launched_as(rank, world_size), unchanged_random_state():
+            self._llm = _start(settings)
+        self._update = _weight_update(self._llm, _DTYPES[settings.dtype])
+
+    # Drawing responses.
+
+    def add(self, requests: Sequence[SampleRequest], sampling: SamplingParams) -> None:
+        """Queue requests; see ``Engine.add``."""
+        self._require_whole_weights()
+        for request in requests:
+            self._check(request, sampling)
+            self._requests[request.sample_id] = request
+            self._llm.add_request(
+                str(request.sample_id),
+                {"prompt_token_ids": list(request.prompt_ids)},
+                _vllm_sampling_params(sampling, request.seed),
+            )
+
+    def step(self) -> list[FinishedSample]:
+        """Advance every running response by one token; see ``Engine.step``."""
+        self._require_whole_weights()
+        # Per-request seeds decide the tokens, yet vLLM draws from the global generator too.
+        with torch.random.fork_rng(devices=[]):
+            outputs = self._llm.step()
+        return [self._finished(output) for output in outputs if output.finished]
+
+    def abort(self, sample_ids: Sequence[int]) -> list[FinishedSample]:
+        """Stop these responses and return what they had drawn; see ``Engine.abort``."""
+        running = {str(i): i for i in sample_ids if i in self._requests}
+        states = self._llm.output_processor.request_states.values()
+        partial = []
+        for state in states:
+            if (sample_id := running.get(state.external_req_id)) is not None:
+                request = self._requests.pop(sample_id)
+                token_ids = tuple(state.detokenizer.output_token_ids)
+                log_probs = tuple(state.logprobs_processor.logprobs.logprobs)
+                partial.append(
+                    FinishedSample(sample_id, request.prompt_ids, token_ids, log_probs, "abort")
+                )
+        self._llm.abort_request(list(running))
+        return partial
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses queued or running."""
+        return len(self._requests)
+
+    def generate(self, request: GenerateRequest) -> tuple[Rollouts, list[SampleInfo]]:
+        """Draw all responses of a request, in its order.
+
+        Every rank of the engine returns the same; ``request.key`` is for the caller.
+
+        Raises:
+            ValueError: a prompt is empty, or with ``max_new_tokens`` exceeds the context.
+            EngineUnusableError: the weights are between two versions.
+        """
+        samples = draw(self, request.requests, request.sampling)
+        texts = self._tokenizer.batch_decode(
+            [list(sample.token_ids) for sample in samples], skip_special_tokens=True
+        )
+        infos = [
+            SampleInfo(
+                sample_id=sample.sample_id,
+                prompt_len=len(sample.prompt_ids),
+                response_len=len(sample.token_ids),
+                finish_reason=sample.finish_reason,
+                response=text,
+                holder_rank=self.leader_rank,
+            )
+            for sample, text in zip(samples, texts, strict=True)
+        ]
+        return pack(samples), infos
+
+    # Taking new weights.
+
+    def load_time_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of this rank as a checkpoint loads, by vLLM's name."""
+        return self._update.load_time_shapes()
+
+    def begin_update(self) -> dict[str, torch.Tensor]:
+        """Destination of every parameter of this rank, by vLLM's name, in ``load_time_shapes``.
+
+        The caller overwrites all of them, on every rank, then calls ``finish_update``.
+
+        Raises:
+            ValueError: responses are still running.
+        """
+        if self._requests:
+            raise ValueError(
+                f"weights cannot change while {len(self._requests)} responses are running: "
+                "finish or abort them first"
+            )
+        self._unusable = f"the update that follows version {self.version} has not finished"
+        return self._update.begin()
+
+    def finish_update(self, version: int) -> None:
+        """Make the written weights the engine's weights, and forget what older ones computed.
+
+        Raises:
+            EngineUnusableError: the prefix cache could not be reset.
+        """
+        assert self._unusable is not None, "finish_update without begin_update"
+        self._update.finish()
+        if not self._llm.reset_prefix_cache():
+            self._unusable = f"the prefix cache still holds weights of version {self.version}"
+            self._require_whole_weights()
+        self.version = version
+        self._unusable = None
+
+    def _require_whole_weights(self) -> None:
+        if self._unusable is not None:
+            raise EngineUnusableError(f"the engine refuses to generate: {self._unusable}")
+
+    def _check(self, request: SampleRequest, sampling: SamplingParams) -> None:
+        num_prompt, limit = len(request.prompt_ids), self.settings.max_model_len
+        if not num_prompt:
+            raise ValueError(f"sample {request.sample_id} has an empty prompt")
+        if num_prompt + sampling.max_new_tokens > limit:
+            raise ValueError(
+                f"sample {request.sample_id}: a prompt of {num_prompt} tokens and "
+                f"rollout.max_new_tokens = {sampling.max_new_tokens} exceed the engine's context "
+                f"of {limit} tokens (data.max_len)"
+            )
+        if request.sample_id in self._requests:
+            raise ValueError(f"sample {request.sample_id} is already running")
+
+    def _finished(self, output: RequestOutput) -> FinishedSample:
+        (completion,) = output.outputs
+        request = self._requests.pop(int(output.request_id))
+        token_ids = tuple(completion.token_ids)
+        log_probs = tuple(completion.logprobs.logprobs)
+        assert len(log_probs) == len(token_ids), (len(log_probs), len(token_ids))
+        return FinishedSample(
+            sample_id=request.sample_id,
+            prompt_ids=request.prompt_ids,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            finish_reason=completion.finish_reason,
+        )
+
+
+def _start(settings: EngineSettings) -> LLMEngine:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=settings.model_dir,
+            skip_tokenizer_init=True,  # prompts and responses are token ids
+            generation_config="vllm",  # sampling and stop tokens come with each request only
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=settings.tensor_parallel_size,
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.dtype],
+            max_model_len=settings.max_model_len,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            max_num_seqs=settings.max_num_seqs,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            enforce_eager=settings.enforce_eager,
+            seed=settings.seed,
+            # log-softmax(logits / temperature): what the trainer computes.
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+    )
+
+
+def _weight_update(llm: LLMEngine, dtype: torch.dtype) -> WeightUpdate:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    model = llm.model_executor.driver_worker.worker.model_runner.model
+    return WeightUpdate(model, lambda module: get_layerwise_info(module).restore_metadata[0], dtype)
+
+
+def _vllm_sampling_params(sampling: SamplingParams, seed: int) -> VLLMSamplingParams:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
+
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the request names every stop token
+        seed=seed,
+        logprobs=0,  # of the drawn token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
