@@ -16,20 +16,22 @@ fail() {
   exit 1
 }
 
+# What pip is doing, from the end of its log.
+progress() {
+  tail -1 "$log" | sed -E 's/^Installing collected packages.*/unpacking/; s/^ +//; s/^(.{60}).+/\1.../'
+}
+
 # run LABEL COMMAND...: runs quietly, showing that it is alive.
 run() {
-  local label=$1 start=$SECONDS pid found
+  local label=$1 start=$SECONDS pid
   shift
   printf '\n$ %s\n' "$*" >>"$log"
-  local before
-  before=$(grep -c '^Collecting' "$log" || true)
   "$@" >>"$log" 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do
     sleep 1
     (((SECONDS - start) % 15 == 0)) || continue
-    found=$(($(grep -c '^Collecting' "$log" || true) - before))
-    echo "setup: $label: $found packages found, $((SECONDS - start)) s"
+    echo "setup: $label: $(progress), $((SECONDS - start)) s"
   done
   wait "$pid"
 }

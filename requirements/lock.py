@@ -48,7 +48,8 @@ def main() -> None:
     requires = metadata["requires_dist"]
     assert isinstance(requires, list)
     wanted = [line for line in direct if line != opaque]
-    wanted += [item for item in requires if name_of(item) not in EXCLUDED and "extra ==" not in item]
+    needed = [item for item in requires if "extra ==" not in item]
+    wanted += [item for item in needed if name_of(item) not in EXCLUDED]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "requirements.txt"
         path.write_text("\n".join(wanted) + "\n")

@@ -1,0 +1,231 @@
+"""Checks of a configuration before anything starts: ranges, combinations of keys, files.
+
+What needs the model's own configuration (heads divisible by the tensor-parallel size, say)
+is checked where the trainer is built. Every failure is a one-line ``ConfigError``: the key,
+what was found, what is expected. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from megappo.config.errors import ConfigError, show
+from megappo.config.ranges import RANGES
+from megappo.config.schema import Config
+
+_GROUP_ESTIMATORS = ("rloo", "group_norm")
+
+
+def check(config: Config) -> None:
+    """Check everything that needs no model.
+
+    Raises:
+        ConfigError: at the first fault found.
+    """
+    _check_required(config)
+    _check_ranges(config)
+    _check_mesh(config)
+    _check_batches(config)
+    _check_lengths(config)
+    _check_algorithm(config)
+    _check_data(config)
+    _check_model_folder("actor.model_name_or_path", config.actor.model_name_or_path)
+    if config.critic.model_name_or_path is not None and config.algo.advantage.estimator == "gae":
+        _check_model_folder("critic.model_name_or_path", config.critic.model_name_or_path)
+    _check_prompt_file("data.prompt_dataset", config.data.prompt_dataset)
+    if config.eval.dataset is not None:
+        _check_prompt_file("eval.dataset", config.eval.dataset)
+    _check_reward(config.reward.remote_url)
+    _check_output(config)
+
+
+def _get(config: Config, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+def _fail(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{name} = {show(value)}: {expected}")
+
+
+def _check_required(config: Config) -> None:
+    for name, what in (
+        ("actor.model_name_or_path", "the Hugging Face folder of the policy"),
+        ("data.prompt_dataset", "the JSON-lines file of prompts"),
+        ("reward.remote_url", "the Python file with the reward function"),
+    ):
+        if not _get(config, name):
+            raise ConfigError(f"{name} is required: {what}")
+    if not config.output_dir:
+        raise _fail("output_dir", config.output_dir, "expected the name of a folder")
+
+
+def _check_ranges(config: Config) -> None:
+    for name, rule in RANGES.items():
+        value = _get(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(item is None or rule.holds(item) for item in values):
+            raise _fail(name, value, f"expected {rule.expected}")
+    low, high = config.reward.clip_range
+    if not low < high:
+        raise _fail("reward.clip_range", config.reward.clip_range, "expected [low, high]")
+
+
+def _check_mesh(config: Config) -> None:
+    mesh, engine = config.megatron, config.vllm
+    tensor, pipeline = mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
+    if mesh.world_size % (tensor * pipeline):
+        raise _fail(
+            "megatron.world_size",
+            mesh.world_size,
+            "expected a multiple of tensor_model_parallel_size x pipeline_model_parallel_size "
+            f"= {tensor} x {pipeline} = {tensor * pipeline}",
+        )
+    if mesh.sequence_parallel and tensor == 1:
+        raise _fail(
+            "megatron.sequence_parallel",
+            True,
+            "needs megatron.tensor_model_parallel_size above 1, found 1",
+        )
+    if mesh.world_size % engine.tensor_parallel_size:
+        raise _fail(
+            "vllm.tensor_parallel_size",
+            engine.tensor_parallel_size,
+            f"expected a divisor of megatron.world_size = {mesh.world_size} (engines fill the "
+            "mesh)",
+        )
+    fitting = mesh.world_size // engine.tensor_parallel_size
+    if engine.num_engines is not None and engine.num_engines != fitting:
+        raise _fail(
+            "vllm.num_engines",
+            engine.num_engines,
+            f"num_engines x tensor_parallel_size = {engine.num_engines} x "
+            f"{engine.tensor_parallel_size} = {engine.num_engines * engine.tensor_parallel_size} "
+            f"must equal megatron.world_size = {mesh.world_size}: give {fitting}, or leave it out",
+        )
+
+
+def _check_batches(config: Config) -> None:
+    prompts, per_prompt = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    samples = prompts * per_prompt
+    if samples % config.train.batch_size:
+        raise _fail(
+            "train.batch_size",
+            config.train.batch_size,
+            "must divide the samples of one step, rollout.batch_size x "
+            f"rollout.n_samples_per_prompt = {prompts} x {per_prompt} = {samples}",
+        )
+
+
+def _check_lengths(config: Config) -> None:
+    data, rollout = config.data, config.rollout
+    if data.max_len <= rollout.max_new_tokens:
+        raise _fail(
+            "data.max_len",
+            data.max_len,
+            "prompt plus response; must be above rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}",
+        )
+    if config.train.max_tokens_per_gpu < data.max_len:
+        raise _fail(
+            "train.max_tokens_per_gpu",
+            config.train.max_tokens_per_gpu,
+            f"a micro-batch must hold the longest sample, data.max_len = {data.max_len}",
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    estimator, kl = config.algo.advantage.estimator, config.algo.kl
+    if estimator in _GROUP_ESTIMATORS and config.rollout.n_samples_per_prompt < 2:
+        raise _fail(
+            "rollout.n_samples_per_prompt",
+            config.rollout.n_samples_per_prompt,
+            f"algo.advantage.estimator = {estimator} compares responses to one prompt and needs "
+            "at least 2",
+        )
+    if kl.target is not None and kl.init_coef == 0:
+        raise _fail(
+            "algo.kl.target",
+            kl.target,
+            "the adaptive controller cannot leave algo.kl.init_coef = 0; give a coefficient "
+            "above 0, or no target",
+        )
+
+
+def _check_data(config: Config) -> None:
+    template = config.data.input_template
+    if template is not None and template.count("{}") != 1:
+        raise _fail("data.input_template", template, "expected exactly one {} for the prompt")
+    if template is not None and config.data.apply_chat_template:
+        raise _fail(
+            "data.input_template", template, "cannot be used with data.apply_chat_template = true"
+        )
+    if config.eval.steps != -1 and config.eval.dataset is None:
+        raise _fail("eval.steps", config.eval.steps, "needs eval.dataset, the held-out prompts")
+
+
+def _check_model_folder(name: str, value: str) -> None:
+    folder = Path(value)
+    if not folder.exists():
+        raise _fail(
+            name,
+            value,
+            "no such folder; expected a local Hugging Face folder (models on a hub must be "
+            "downloaded first)",
+        )
+    if not folder.is_dir():
+        raise _fail(name, value, "a file, expected a Hugging Face folder")
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        found = sorted(path.name for path in folder.iterdir())[:5]
+        listing = ", ".join(found) if found else "nothing"
+        raise _fail(
+            name, value, f"no config.json in it, expected a Hugging Face folder; it holds {listing}"
+        )
+    try:
+        parsed = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _fail(name, value, f"its config.json is not valid JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise _fail(name, value, "its config.json is not a JSON object")
+    if not any(folder.glob("*.safetensors")):
+        raise _fail(name, value, "no .safetensors file in it (other weight formats are not read)")
+
+
+def _check_file(name: str, value: str, path: Path, what: str) -> None:
+    if not path.exists():
+        raise _fail(name, value, f"no such file; expected {what}")
+    if not path.is_file():
+        raise _fail(name, value, f"a folder, expected {what}")
+    if path.stat().st_size == 0:
+        raise _fail(name, value, f"the file is empty; expected {what}")
+
+
+def _check_prompt_file(name: str, value: str) -> None:
+    _check_file(name, value, Path(value), "a JSON-lines file of prompts")
+
+
+def _check_reward(value: str) -> None:
+    name = "reward.remote_url"
+    if value.lower().startswith(("http://", "https://")):
+        raise _fail(name, value, "reward services are not supported yet; give a Python file")
+    path, separator, function = value.rpartition(":")
+    if not separator:
+        path, function = value, "reward_func"
+    if not path.endswith(".py"):
+        raise _fail(name, value, "expected a Python file, as path.py or path.py:function")
+    if not function.isidentifier():
+        raise _fail(name, value, f"{function!r} after the colon is not the name of a function")
+    _check_file(name, value, Path(path), "a Python file with a reward function")
+
+
+def _check_output(config: Config) -> None:
+    for name, value in (("output_dir", config.output_dir), ("ckpt.path", config.ckpt.path)):
+        if value is None:
+            continue
+        path = Path(value)
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            raise _fail(name, value, f"expected a folder, but {existing} is a file")
