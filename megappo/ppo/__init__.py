@@ -1,1 +1,1 @@
-"""TODO."""
+"""The mathematics of PPO on flat, ragged tensors: no configuration, collectives or logging."""
