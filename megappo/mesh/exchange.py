@@ -92,7 +92,8 @@ def micro_batch_rows(plan: BatchPlan, step: int, replica: int, index: int) -> np
 
 
 def _lengths(plan: BatchPlan) -> np.ndarray:
-    return plan.prompt_lens + plan.response_lens
+    total: np.ndarray = plan.prompt_lens + plan.response_lens
+    return total
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
@@ -106,10 +107,14 @@ def _flat_index(starts: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(index)
 
 
-def _message(plan: BatchPlan, rollouts: Rollouts | None, rank: int, rows: np.ndarray) -> torch.Tensor:
+def _message(
+    plan: BatchPlan, rollouts: Rollouts | None, rank: int, rows: np.ndarray
+) -> torch.Tensor:
     """The samples at ``rows`` end to end, as int32 [3, T]."""
     if rollouts is None:
-        raise ValueError(f"rank {rank} holds no rollouts under {plan.key!r}, but the plan expects them")
+        raise ValueError(
+            f"rank {rank} holds no rollouts under {plan.key!r}, but the plan expects them"
+        )
     held = {int(sample): i for i, sample in enumerate(rollouts.sample_ids.tolist())}
     wanted = plan.sample_ids[rows].tolist()
     missing = [sample for sample in wanted if sample not in held]
@@ -185,7 +190,9 @@ def _pack(
         columns[: len(flat), :real] = flat[:, index]
     return PackedBatch(
         tokens=columns[TOKENS].long(),
-        cu_seqlens=torch.from_numpy(_offsets(np.array(ends, np.int64))).to(flat.device, torch.int32),
+        cu_seqlens=torch.from_numpy(_offsets(np.array(ends, np.int64))).to(
+            flat.device, torch.int32
+        ),
         action_mask=columns[ACTION_MASK].bool(),
         engine_log_probs=columns[LOG_PROBS].view(torch.float32),
         samples=torch.from_numpy(rows).to(flat.device),

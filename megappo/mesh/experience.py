@@ -55,7 +55,6 @@ def make_experience(
         One ``Experience`` per micro-batch; float64 [NUM_SUMS] sums and float64 [1] maximum
         of this replica, for ``to_metrics``.
     """
-    sizes = [len(batch.tokens) for batch in batches]
     mask = torch.cat([batch.action_mask for batch in batches])
     cu_seqlens = _joined_offsets(batches)
     flat_scores = torch.cat([_sequence_scores(batch, scores) for batch in batches])
@@ -73,38 +72,47 @@ def make_experience(
     advantages = raw
     if settings.whiten:
         advantages = whiten(raw, mask, *whiten_moments(summed(statistics.clone())))
-    engine_diff = torch.where(mask, torch.cat([b.engine_log_probs for b in batches]) - policy, 0.0)
-    sums = torch.stack(
-        [
-            *_sample_sums(kl, rewards, mask, cu_seqlens),
-            *statistics,
-            (policy - ref).double().sum(),
-            returns.double().sum(),
-            raw.new_zeros(()).double() if value is None else value.double().sum(),
-            engine_diff.abs().double().sum(),
-        ]
+    engine_diff = (torch.cat([b.engine_log_probs for b in batches]) - policy).abs()
+    engine_diff = torch.where(mask, engine_diff, 0.0)
+    by_token = [policy - ref, returns, torch.zeros_like(raw) if value is None else value]
+    sums = [
+        *_sample_sums(kl, rewards, mask, cu_seqlens),
+        *statistics,
+        *(x.double().sum() for x in (*by_token, engine_diff)),
+    ]
+    flat = Experience(
+        log_probs=policy,
+        ref_log_probs=None if ref_log_probs is None else ref,
+        values=value,
+        advantages=advantages,
+        returns=None if value is None else returns,
     )
-    maximum = engine_diff.abs().max().double().reshape(1)
-    cut = [
-        x if x is None else x.split(sizes)
-        for x in (policy, None if ref_log_probs is None else ref, value, advantages, returns)
-    ]
-    experiences = [
-        Experience(
-            log_probs=cut[0][i],
-            ref_log_probs=None if cut[1] is None else cut[1][i],
-            values=None if cut[2] is None else cut[2][i],
-            advantages=cut[3][i],
-            returns=None if cut[2] is None else cut[4][i],
+    return _cut(flat, batches), torch.stack(sums), engine_diff.max().double().reshape(1)
+
+
+def _cut(flat: Experience, batches: Sequence[PackedBatch]) -> list[Experience]:
+    """One experience of all micro-batches into one for each."""
+    sizes = [len(batch.tokens) for batch in batches]
+
+    def split(column: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        return [None] * len(sizes) if column is None else column.split(sizes)
+
+    return [
+        Experience(log_probs, ref, values, advantages, returns)
+        for log_probs, ref, values, advantages, returns in zip(
+            flat.log_probs.split(sizes),
+            split(flat.ref_log_probs),
+            split(flat.values),
+            flat.advantages.split(sizes),
+            split(flat.returns),
+            strict=True,
         )
-        for i in range(len(batches))
     ]
-    return experiences, sums, maximum
 
 
 def to_metrics(sums: torch.Tensor, maximum: torch.Tensor, has_values: bool) -> ExperienceMetrics:
     """Metrics from the sums (float64 [NUM_SUMS]) and maximum ([1]) over all replicas."""
-    samples, kl, reward, tokens, raw, squares, diff, returns, value, engine = sums.tolist()
+    samples, kl, reward, tokens, _, _, diff, returns, value, engine = sums.tolist()
     per_sample, per_token = max(samples, 1.0), max(tokens, 1.0)
     mean, variance = whiten_moments(sums[3:6])
     return ExperienceMetrics(
