@@ -1,8 +1,13 @@
-"""Settings every test needs: one thread per process, quiet vendors, no network."""
+"""Settings every test needs: one thread per process, quiet vendors, no network.
+
+megappo comes before any ``megatron`` that a test imports: it registers the import hook.
+"""
 
 from __future__ import annotations
 
 import os
+
+from megappo.device.import_hook import install_megatron_shim
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -13,3 +18,5 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+install_megatron_shim()

@@ -36,6 +36,7 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         adam_w_mode: bool = True,
     ) -> None:
+        """Take the parameters; state is made at the first step, or loaded."""
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
@@ -44,8 +45,8 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

@@ -61,7 +61,7 @@ class _ShimLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         shim = importlib.import_module(SHIM_MODULE)
-        with shim.quiet_import(module.__name__):
+        with shim.quiet_import():
             super().exec_module(module)
         patch = shim.PATCH_AFTER_LOAD.get(module.__name__)
         if patch is not None:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -77,8 +77,9 @@ def _stay_on_cpu(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 def patch_process() -> None:
     """Patch torch and hide CUDA-only packages, before ``megatron.core`` starts to load."""
+    modules = cast(dict[str, ModuleType | None], sys.modules)  # None: not importable
     for package in CUDA_ONLY_PACKAGES:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None = not importable
+        modules.setdefault(package, None)
     replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         # Buffers are created with device=torch.cuda.current_device().
         (torch.cuda, "current_device", _current_device),
@@ -123,7 +124,7 @@ PATCH_AFTER_LOAD: dict[str, Callable[[ModuleType], None]] = {
 
 
 @contextlib.contextmanager
-def quiet_import(name: str) -> Iterator[None]:
+def quiet_import() -> Iterator[None]:
     """Silence the warnings that ``megatron.core`` gives for the missing CUDA packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

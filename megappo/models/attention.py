@@ -34,6 +34,7 @@ class PackedAttention(nn.Module):
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
+        """Keep the scale; the core has no parameters."""
         super().__init__()
         assert config.context_parallel_size == 1
         self.softmax_scale = softmax_scale

@@ -100,6 +100,8 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
+        # The default, "full", is deprecated and warns; no CUDA graph is captured either way.
+        cuda_graph_scope=[],
         recompute_granularity=recompute,
         **options,
     )

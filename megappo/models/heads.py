@@ -26,12 +26,13 @@ class ValueHead(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
+        """Draw the initial weight."""
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(1, config.hidden_size, generator=generator)
         self.weight = nn.Parameter((noise / (config.hidden_size + 1)).to(device()))
         # Each tensor rank sees its part of the sequence: Megatron sums these gradients.
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight).update(sequence_parallel=config.sequence_parallel)
         self._gathers = config.sequence_parallel
         self._group = parallel_state.get_tensor_model_parallel_group()
 

@@ -24,12 +24,13 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        """Make the weight, all ones."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight).update(sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``x`` [..., hidden_size]; keeps its type."""

@@ -31,12 +31,12 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
         float32 [head_dim / 2], on the CPU.
     """
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    inv_freq = 1.0 / shape.rope_theta**exponents
+    inv_freq: torch.Tensor = 1.0 / shape.rope_theta**exponents
     scaling = shape.rope_scaling
     if scaling is None:
         return inv_freq
     if scaling["rope_type"] == "linear":
-        return inv_freq / scaling["factor"]
+        return inv_freq / float(scaling["factor"])
     if scaling["rope_type"] == "llama3":
         return _llama3(
             inv_freq,
@@ -61,6 +61,7 @@ class PackedRotary(nn.Module):
     get_rotary_seq_len = RotaryEmbedding.get_rotary_seq_len
 
     def __init__(self, inv_freq: torch.Tensor, device: torch.device) -> None:
+        """Keep the frequencies; angles are made when first asked for."""
         super().__init__()
         self._inv_freq = inv_freq.to(device)
         self._angles = torch.empty(0, 1, 1, 2 * len(inv_freq), device=device)
