@@ -13,13 +13,15 @@ from typing import NoReturn
 
 from megappo import __version__
 from megappo.config import ConfigError, check, load
+from megappo.config.errors import RunFailedError, is_user_error
 
 PROGRAM = "megappo"
 USER_ERROR = 2
+RUN_FAILED = 1
 INTERRUPTED = 130
 
 
-def train(argv: Sequence[str]) -> None:
+def train(argv: Sequence[str]) -> int:
     """Train a policy with PPO: ``megappo train --config FILE [--KEY VALUE ...]``."""
     config = load(argv)
     check(config)
@@ -27,10 +29,10 @@ def train(argv: Sequence[str]) -> None:
     # configuration need not wait for torch, Ray and Megatron to load.
     from megappo.trainer.build import run
 
-    run(config)
+    return run(config).exit_code
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": train}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,32 +53,25 @@ def _parser() -> _Parser:
     return parser
 
 
-def _is_user_error(error: BaseException) -> bool:
-    """Whether megappo's own code refused something, rather than a library failed in it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    module = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
-    return isinstance(error, ValueError) and module.split(".")[0] == PROGRAM
-
-
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
-        COMMANDS[arguments[0]](arguments[1:])
-    else:
-        _parser().parse_args(arguments)  # help, version, or an unknown command
+        return COMMANDS[arguments[0]](arguments[1:])
+    _parser().parse_args(arguments)  # help, version, or an unknown command
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     try:
-        _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except RunFailedError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return RUN_FAILED
     except ValueError as error:
-        if not _is_user_error(error):
+        if not is_user_error(error):
             raise
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
-    return 0

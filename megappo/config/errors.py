@@ -1,4 +1,4 @@
-"""The error for everything that is wrong with a configuration: always one line."""
+"""Errors that end a run with one line: a user's mistake, or a rank that failed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class RunFailedError(RuntimeError):
+    """A part of the run failed for a reason that is no user's mistake.
+
+    The message is one line: which part, the cause, and where its log is.
+    """
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether megappo's own code refused something, rather than a library failed in it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return isinstance(error, ValueError) and module.split(".")[0] == "megappo"
 
 
 def show(value: object, limit: int = 80) -> str:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megappo.config.errors import RunFailedError
 
-class RankError(RuntimeError):
+
+class RankError(RunFailedError):
     """A mesh rank failed or died. The text names role, rank, cause and log file."""
 
 

@@ -22,7 +22,13 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megappo.runtime.groups import RankCall, RankError, RankGroup, rank_log_path
-from megappo.runtime.host import Host, HostSettings, redirect_output
+from megappo.runtime.host import (
+    Host,
+    HostSettings,
+    RankFaultError,
+    faults_for_the_driver,
+    redirect_output,
+)
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no tensor passes through it
@@ -56,12 +62,14 @@ class RankActor:
 
     def start(self, settings: HostSettings, master: tuple[str, int]) -> None:
         """Join the mesh and build roles and engine."""
-        self._host = Host(self._rank, settings, master)
+        with faults_for_the_driver():
+            self._host = Host(self._rank, settings, master)
 
     def call(self, call: RankCall) -> Any:
         """Run one call."""
         assert self._host is not None
-        return self._host.call(call)
+        with faults_for_the_driver():
+            return self._host.call(call)
 
 
 class RayRuntime:
@@ -211,10 +219,14 @@ class RayRuntime:
         return results
 
     def _failure(self, cause: BaseException, target: str, rank: int) -> Exception:
-        if isinstance(cause, ValueError):
-            return ValueError(_one_line(cause))
+        if not isinstance(cause, RankFaultError):
+            kind, text = type(cause).__name__, _one_line(cause)
+        elif cause.user_error:
+            return ValueError(cause.text)
+        else:
+            kind, text = cause.kind, cause.text
         return RankError(
-            f"{target} rank {rank} failed: {type(cause).__name__}: {_one_line(cause)}; "
+            f"{target} rank {rank} failed: {kind}: {text}; "
             f"its log: {rank_log_path(self._log_dir, rank)}"
         )
 

@@ -1,1 +1,5 @@
-"""TODO."""
+"""The PPO trainer and what puts a run together."""
+
+from megappo.trainer.ppo_trainer import PPOTrainer
+
+__all__ = ["PPOTrainer"]

@@ -1,0 +1,49 @@
+"""Evaluation during the run: responses to held-out prompts, their mean rewards.
+
+Draws through the same engines as training, keeps no tokens, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megappo.config.schema import Config
+from megappo.runtime.groups import RankGroup
+from megappo.trainer.inputs import RunInputs
+from megappo.trainer.sampling import generate, sample_seeds
+from megappo.trainer.scoring import ask_rewards
+
+EVAL_SEEDS = 3
+
+
+def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, float]:
+    """Mean reward and mean of every named reward over ``eval.dataset``.
+
+    Every evaluation of a run draws with the same seeds.
+
+    Returns:
+        ``eval/reward``, ``eval/<name>`` per named reward, ``eval/response_length``; nothing
+        without a dataset.
+
+    Raises:
+        ValueError: the reward function failed.
+    """
+    if inputs.eval_prompts is None:
+        return {}
+    prompts = [inputs.eval_prompts[index] for index in range(len(inputs.eval_prompts))]
+    n = args.eval.n_samples_per_prompt
+    rollouts = generate(
+        engines,
+        prompts,
+        n,
+        inputs.eval_sampling(args),
+        seeds=sample_seeds([args.train.seed, EVAL_SEEDS], len(prompts) * n),
+        key=None,
+    )
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for reward, info in zip(ask_rewards(inputs.reward, rollouts), rollouts.samples, strict=True):
+        values["eval/reward"].append(reward.reward)
+        values["eval/response_length"].append(info.response_len)
+        for name, value in reward.named.items():
+            values[f"eval/{name}"].append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

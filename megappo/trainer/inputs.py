@@ -1,0 +1,127 @@
+"""What a run reads before any model loads: tokenizer, prompts, reward function, model shapes.
+
+``load_inputs`` finds every fault of these here, in the driver, so that a run that cannot
+work ends before a rank starts. It is remembered for the last configuration, since both the
+runtime's settings and the trainer need it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.checks import check
+from megappo.config.schema import Config
+from megappo.data.prompts import PromptDataset
+from megappo.data.stream import PromptStream
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.records import SamplingParams
+from megappo.rewards.function import load_reward_function
+from megappo.rewards.protocol import RewardFunction
+from megappo.trainer.model_checks import check_models
+from megappo.weights.families import load_shape
+from megappo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the configuration names, loaded and checked.
+
+    ``eval_prompts`` is None without ``eval.dataset``. ``critic`` is the shape of the folder
+    that the critic starts from (the policy's, unless it has its own), None without a critic.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    reward: RewardFunction
+    policy: ModelShape
+    critic: ModelShape | None
+
+    def sampling(self, args: Config) -> SamplingParams:
+        """How training rollouts are drawn."""
+        return SamplingParams(
+            args.rollout.temperature, args.rollout.max_new_tokens, self.stop_token_ids
+        )
+
+    def eval_sampling(self, args: Config) -> SamplingParams:
+        """How evaluation responses are drawn."""
+        return SamplingParams(
+            args.eval.temperature, args.rollout.max_new_tokens, self.stop_token_ids
+        )
+
+    def stream(
+        self, args: Config, *, consumed: int = 0, max_steps_per_episode: int | None = None
+    ) -> PromptStream:
+        """The prompts of the run from position ``consumed`` on."""
+        return PromptStream(
+            self.prompts,
+            batch_size=args.rollout.batch_size,
+            num_episodes=args.train.num_episodes,
+            seed=args.train.seed,
+            consumed=consumed,
+            max_steps_per_episode=max_steps_per_episode,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def load_inputs(args: Config) -> RunInputs:
+    """Load and check everything that needs no rank.
+
+    Raises:
+        ValueError: with one line that names the key or the file and line at fault.
+    """
+    check(args)
+    policy = load_shape(args.actor.model_name_or_path)
+    critic = load_shape(critic_folder(args)) if needs_critic(args) else None
+    check_models(args, policy, critic)
+    tokenizer = load_tokenizer(args.actor.model_name_or_path)
+    max_prompt_len = args.data.max_len - args.rollout.max_new_tokens
+    prompts = PromptDataset(
+        args.data.prompt_dataset, args.data, tokenizer, max_prompt_len=max_prompt_len
+    )
+    eval_prompts = None
+    if args.eval.dataset is not None:
+        eval_prompts = PromptDataset(
+            args.eval.dataset,
+            args.data,
+            tokenizer,
+            max_prompt_len=max_prompt_len,
+            key="eval.dataset",
+        )
+    return RunInputs(
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(args.actor.model_name_or_path, tokenizer),
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        reward=load_reward_function(args.reward.remote_url),
+        policy=policy,
+        critic=critic,
+    )
+
+
+def needs_critic(args: Config) -> bool:
+    """Whether the estimator uses values."""
+    return args.algo.advantage.estimator == "gae"
+
+
+def needs_reference(args: Config) -> bool:
+    """Whether the token rewards hold a KL penalty."""
+    return args.algo.kl.init_coef > 0
+
+
+def critic_folder(args: Config) -> Path:
+    """The Hugging Face folder that the critic starts from."""
+    return Path(args.critic.model_name_or_path or args.actor.model_name_or_path)
+
+
+def total_steps(args: Config) -> int:
+    """PPO steps of the whole run, resumed parts included."""
+    stream = load_inputs(args).stream(args)
+    if args.train.max_steps is None:
+        return stream.num_steps
+    return min(stream.num_steps, args.train.max_steps)
