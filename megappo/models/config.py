@@ -61,11 +61,6 @@ def transformer_config(
             no effect at tensor-parallel size 1.
         recompute: recompute whole layers or the attention core in the backward pass.
     """
-    options: dict[str, Any] = {}
-    if recompute == "full":
-        options = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
-        options = {"recompute_modules": ["core_attn"]}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -102,6 +97,17 @@ def transformer_config(
         persist_layer_norm=False,
         # The default, "full", is deprecated and warns; no CUDA graph is captured either way.
         cuda_graph_scope=[],
-        recompute_granularity=recompute,
-        **options,
+        **_recompute_options(recompute),
     )
+
+
+def _recompute_options(recompute: Recompute | None) -> dict[str, Any]:
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
