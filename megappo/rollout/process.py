@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,8 +27,10 @@ _MODULES = (
     "vllm.engine.arg_utils",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.gpu_model_runner",
-    "vllm.model_executor.models.llama",
 )
+# Model classes that an engine may load. Unregistered, vLLM starts a process that imports all
+# of vLLM again, on every rank, to look at the class (the first time on a machine).
+_MODELS = {"LlamaForCausalLM": "vllm.model_executor.models.llama"}
 # Set by vLLM's CPU platform for processes that it would start; Megatron and subprocesses of
 # the trainer must not see them.
 _VLLM_LEAKS = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
@@ -42,8 +45,13 @@ def import_vllm() -> None:
         # Without it the first log-probabilities cost 3 to 20 s of compilation.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the explicit size
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     for module in _MODULES:
         importlib.import_module(module)
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name, module in _MODELS.items():
+        ModelRegistry.register_model(name, getattr(importlib.import_module(module), name))
 
 
 @contextmanager

@@ -12,12 +12,13 @@ It knows no plan, no process group and no request; ``VLLMEngine`` guards the tim
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 
-def _repack(module: nn.Module) -> None:
+def _repack(module: Any) -> None:
     """Run the layer's own conversion after loading; a no-op where the plain weight is used."""
     module.quant_method.process_weights_after_loading(module)
 
@@ -80,7 +81,7 @@ class WeightUpdate:
                 if id(parameter) in seen:  # tied to one listed before
                     continue
                 seen.add(id(parameter))
-                shape = tuple(load_time.get(name, parameter).shape)
+                shape = tuple((load_time[name] if name in load_time else parameter).shape)
                 self._slots[f"{path}.{name}"] = (module, name, shape)
 
     def load_time_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -12,13 +12,14 @@ a failure in between, the engine refuses to draw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
+from megappo.data.tokenizer import load_tokenizer
 from megappo.records import (
+    FinishReason,
     GenerateRequest,
     Rollouts,
     SampleInfo,
@@ -36,11 +37,12 @@ from megappo.rollout.process import import_vllm, launched_as, unchanged_random_s
 from megappo.rollout.update import WeightUpdate
 
 if TYPE_CHECKING:
+    from vllm.logprobs import SampleLogprobs
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VLLMEngine:
@@ -73,13 +75,14 @@ class VLLMEngine:
         self.settings = settings
         self.version = 0
         self.leader_rank = rank // size * size
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_dir)
+        self._tokenizer = load_tokenizer(settings.model_dir)
         self._requests: dict[int, SampleRequest] = {}
         self._unusable: str | None = None
         import_vllm()
         with launched_as(rank, world_size), unchanged_random_state():
             self._llm = _start(settings)
-        self._update = _weight_update(self._llm, _DTYPES[settings.dtype])
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._update = _weight_update(self._llm, settings.dtype)
 
     # Drawing responses.
 
@@ -101,23 +104,24 @@ class VLLMEngine:
         # Per-request seeds decide the tokens, yet vLLM draws from the global generator too.
         with torch.random.fork_rng(devices=[]):
             outputs = self._llm.step()
-        return [self._finished(output) for output in outputs if output.finished]
+        return [self._finished(cast("RequestOutput", output)) for output in outputs]
 
     def abort(self, sample_ids: Sequence[int]) -> list[FinishedSample]:
         """Stop these responses and return what they had drawn; see ``Engine.abort``."""
-        running = {str(i): i for i in sample_ids if i in self._requests}
-        states = self._llm.output_processor.request_states.values()
-        partial = []
-        for state in states:
-            if (sample_id := running.get(state.external_req_id)) is not None:
-                request = self._requests.pop(sample_id)
+        stopped = {str(i): self._requests.pop(i) for i in sample_ids if i in self._requests}
+        samples = []
+        for state in self._llm.output_processor.request_states.values():
+            if (request := stopped.get(state.external_req_id)) is not None:
+                assert state.detokenizer is not None and state.logprobs_processor is not None
                 token_ids = tuple(state.detokenizer.output_token_ids)
-                log_probs = tuple(state.logprobs_processor.logprobs.logprobs)
-                partial.append(
-                    FinishedSample(sample_id, request.prompt_ids, token_ids, log_probs, "abort")
+                log_probs = _log_probs(state.logprobs_processor.logprobs, len(token_ids))
+                samples.append(
+                    FinishedSample(
+                        request.sample_id, request.prompt_ids, token_ids, log_probs, "abort"
+                    )
                 )
-        self._llm.abort_request(list(running))
-        return partial
+        self._llm.abort_request(list(stopped))
+        return samples
 
     @property
     def num_unfinished(self) -> int:
@@ -200,6 +204,12 @@ class VLLMEngine:
                 f"rollout.max_new_tokens = {sampling.max_new_tokens} exceed the engine's context "
                 f"of {limit} tokens (data.max_len)"
             )
+        if max(request.prompt_ids) >= self._vocab_size:
+            raise ValueError(
+                f"sample {request.sample_id}: prompt token {max(request.prompt_ids)} is not in the "
+                f"model's vocabulary of {self._vocab_size} (tokenizer and config.json of "
+                "actor.model_name_or_path disagree)"
+            )
         if request.sample_id in self._requests:
             raise ValueError(f"sample {request.sample_id} is already running")
 
@@ -207,15 +217,21 @@ class VLLMEngine:
         (completion,) = output.outputs
         request = self._requests.pop(int(output.request_id))
         token_ids = tuple(completion.token_ids)
-        log_probs = tuple(completion.logprobs.logprobs)
-        assert len(log_probs) == len(token_ids), (len(log_probs), len(token_ids))
         return FinishedSample(
             sample_id=request.sample_id,
             prompt_ids=request.prompt_ids,
             token_ids=token_ids,
-            log_probs=log_probs,
-            finish_reason=completion.finish_reason,
+            log_probs=_log_probs(completion.logprobs, len(token_ids)),
+            finish_reason=_FINISH_REASONS[completion.finish_reason],
         )
+
+
+def _log_probs(flat: SampleLogprobs | None, num_tokens: int) -> tuple[float, ...]:
+    """One log-probability per token from vLLM's flat record of them."""
+    from vllm.logprobs import FlatLogprobs
+
+    assert isinstance(flat, FlatLogprobs) and len(flat.logprobs) == num_tokens
+    return tuple(flat.logprobs)
 
 
 def _start(settings: EngineSettings) -> LLMEngine:
@@ -229,7 +245,7 @@ def _start(settings: EngineSettings) -> LLMEngine:
             generation_config="vllm",  # sampling and stop tokens come with each request only
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=settings.tensor_parallel_size,
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.dtype],
+            dtype="float32" if settings.dtype == "fp32" else "bfloat16",
             max_model_len=settings.max_model_len,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             max_num_seqs=settings.max_num_seqs,
@@ -244,11 +260,15 @@ def _start(settings: EngineSettings) -> LLMEngine:
     )
 
 
-def _weight_update(llm: LLMEngine, dtype: torch.dtype) -> WeightUpdate:
+def _weight_update(llm: LLMEngine, dtype: str) -> WeightUpdate:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    model = llm.model_executor.driver_worker.worker.model_runner.model
-    return WeightUpdate(model, lambda module: get_layerwise_info(module).restore_metadata[0], dtype)
+    executor = cast(Any, llm.model_executor)
+    return WeightUpdate(
+        executor.driver_worker.worker.model_runner.model,
+        lambda module: get_layerwise_info(module).restore_metadata[0],
+        torch.float32 if dtype == "fp32" else torch.bfloat16,
+    )
 
 
 def _vllm_sampling_params(sampling: SamplingParams, seed: int) -> VLLMSamplingParams:
