@@ -82,8 +82,11 @@ def transformer_config(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         sequence_parallel=sequence_parallel and topology.tp > 1,
-        # Every weight is imported; megatron's own initialisation would be thrown away.
-        perform_initialization=False,
+        # Every weight is imported, so none is drawn. Not by perform_initialization=False: that
+        # also leaves out the marks by which gradient norms tell shards from replicas.
+        init_method=_leave_unset,
+        output_layer_init_method=_leave_unset,
+        embedding_init_method=_leave_unset,
         # The loss function returns a sum and a token count: exact for any micro-batch cut.
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length; demands "alltoall", also for dense models.
@@ -99,6 +102,10 @@ def transformer_config(
         cuda_graph_scope=[],
         **_recompute_options(recompute),
     )
+
+
+def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _recompute_options(recompute: Recompute | None) -> dict[str, Any]:
