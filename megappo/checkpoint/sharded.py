@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -22,12 +21,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 OPTIMIZER = "optimizer"
 SCHEDULE = "schedule"
 
 
-class InlineSaveStrategy(TorchDistSaveShardedStrategy):
+class InlineSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped vendor
     """Megatron-Core's ``torch_dist`` format, written by the calling process.
 
     The library's own synchronous save forks writer processes and spawns a manager, which is
@@ -45,8 +46,8 @@ class InlineSaveStrategy(TorchDistSaveShardedStrategy):
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
         )
-        writer = dcp.FileSystemWriter(str(checkpoint_dir), sync_files=True)
-        dcp.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+        writer = FileSystemWriter(str(checkpoint_dir), sync_files=True)
+        save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
 def save_role(

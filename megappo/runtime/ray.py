@@ -99,7 +99,7 @@ class RayRuntime:
         self._connect()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         world = self._settings.topology.world_size
-        order = self._place(world)
+        placement, order = self._place(world)
         environment = {"env_vars": rank_environment()}
         actor_class = ray.remote(RankActor)
         for rank, bundle in enumerate(order):
@@ -109,7 +109,7 @@ class RayRuntime:
                     num_gpus=self._num_gpus(),
                     runtime_env=environment,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._placement, placement_group_bundle_index=bundle
+                        placement, placement_group_bundle_index=bundle
                     ),
                 ).remote(rank, str(rank_log_path(self._log_dir, rank)))
             )
@@ -180,14 +180,15 @@ class RayRuntime:
     def _num_gpus(self) -> float:
         return self._ray.num_gpus_per_rank if self._settings.on_gpu else 0
 
-    def _place(self, world: int) -> list[int]:
-        """Reserve one bundle per rank; return bundle indices with the ranks of a node together."""
+    def _place(self, world: int) -> tuple[PlacementGroup, list[int]]:
+        """Reserve one bundle per rank; bundle indices come with those of a node together."""
         bundle = {"CPU": self._ray.num_cpus_per_rank}
         if self._num_gpus():
             bundle["GPU"] = self._num_gpus()
-        self._placement = placement_group([dict(bundle) for _ in range(world)], strategy="PACK")
+        placement = placement_group([dict(bundle) for _ in range(world)], strategy="PACK")
+        self._placement = placement
         deadline = time.monotonic() + self._ray.placement_timeout
-        while not self._placement.wait(POLL_SECONDS):
+        while not placement.wait(POLL_SECONDS):
             if time.monotonic() > deadline:
                 needed = {name: amount * world for name, amount in bundle.items()}
                 raise ValueError(
@@ -196,8 +197,8 @@ class RayRuntime:
                     f"cluster offered {_available(bundle)}; lower ray.num_cpus_per_rank or "
                     "megatron.world_size, or add nodes"
                 )
-        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
-        return sorted(range(world), key=lambda index: (nodes[index], index))
+        nodes = placement_group_table(placement)["bundles_to_node_id"]
+        return placement, sorted(range(world), key=lambda index: (nodes[index], index))
 
     def _collect(self, refs: Mapping[Any, int], target: str) -> dict[int, Any]:
         """Wait for all results; the first failure ends the wait."""

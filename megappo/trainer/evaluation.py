@@ -5,11 +5,10 @@ Draws through the same engines as training, keeps no tokens, changes nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from megappo.config.schema import Config
 from megappo.runtime.groups import RankGroup
 from megappo.trainer.inputs import RunInputs
+from megappo.trainer.report import evaluation_values
 from megappo.trainer.sampling import generate, sample_seeds
 from megappo.trainer.scoring import ask_rewards
 
@@ -22,8 +21,8 @@ def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, f
     Every evaluation of a run draws with the same seeds.
 
     Returns:
-        ``eval/reward``, ``eval/<name>`` per named reward, ``eval/response_length``; nothing
-        without a dataset.
+        ``eval/reward_mean``, ``eval/<name>`` per named reward and more; nothing without a
+        dataset.
 
     Raises:
         ValueError: the reward function failed.
@@ -40,10 +39,4 @@ def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, f
         seeds=sample_seeds([args.train.seed, EVAL_SEEDS], len(prompts) * n),
         key=None,
     )
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for reward, info in zip(ask_rewards(inputs.reward, rollouts), rollouts.samples, strict=True):
-        values["eval/reward"].append(reward.reward)
-        values["eval/response_length"].append(info.response_len)
-        for name, value in reward.named.items():
-            values[f"eval/{name}"].append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    return evaluation_values(rollouts, ask_rewards(inputs.reward, rollouts))

@@ -18,7 +18,6 @@ from megappo.records import BatchPlan, Prompt
 from megappo.runtime.groups import RankGroup, Runtime
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference
-from megappo.trainer.report import StepReport
 from megappo.trainer.sampling import RolloutBatch, generate, sample_seeds
 from megappo.trainer.scoring import ScoredBatch, score
 from megappo.trainer.session import Session
@@ -94,8 +93,8 @@ class PPOTrainer:
         with Session(self, consumed_samples, num_update_steps_per_episode) as session:
             self.sync_weights(session.step)
             session.evaluate_before_first_step()
-            for step, prompts in session.batches():
-                report = StepReport(step)
+            for report, prompts in session.batches():
+                step = report.step
                 with report.phase("generation"):
                     rollouts = self.generate(prompts, step)
                 with report.phase("reward"):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from megappo.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megappo.checkpoint.store import CheckpointStore
-from megappo.metrics.sinks import MetricLogger, make_logger
 from megappo.records import Prompt, StepMetrics
-from megappo.trainer.report import StepReport, write_samples
+from megappo.trainer.report import StepReport, keep_samples
+from megappo.trainer.run_log import RunLog, open_run_log
 from megappo.trainer.scoring import ScoredBatch
 from megappo.trainer.stopping import StopSignal
 
@@ -65,7 +65,6 @@ class Session:
                 f"{state.consumed_samples}: leave it 0 to resume, or set ckpt.load_enable to false"
             )
         self.step = state.step if state else 0
-        self._resumed_at = self.step
         self._consumed = state.consumed_samples if state else consumed_samples
         self._saved_step = self.step if state else None
         self._wandb_run_id = state.wandb_run_id if state else None
@@ -82,13 +81,11 @@ class Session:
         self._output.mkdir(parents=True, exist_ok=True)
         if self._checkpoint is not None:
             self._restore(self._checkpoint)
-        self._logger: MetricLogger = make_logger(
-            self._args.logger,
-            self._output,
+        self._log: RunLog = open_run_log(
+            self._args,
             total_steps=self.total_steps,
-            resumed_at=self.step,
-            run_id=self._wandb_run_id,
-            config=dataclasses.asdict(self._args),
+            resumed_at=None if self._checkpoint is None else self.step,
+            wandb_run_id=self._wandb_run_id,
         )
         self.stop.__enter__()
         return self
@@ -100,28 +97,28 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.stop.__exit__(kind, error, trace)
-        self._logger.close()
+        self._log.logger.close()
 
-    def batches(self) -> Iterator[tuple[int, list[Prompt]]]:
-        """The steps that are left, from 1 on, each with its prompts."""
+    def batches(self) -> Iterator[tuple[StepReport, list[Prompt]]]:
+        """The steps that are left: the report of each (it knows its number) and its prompts."""
         while self.step < self.total_steps and not self.stop.requested:
             prompts = next(self._stream, None)
             if prompts is None:
                 return
-            yield self.step + 1, prompts
+            yield StepReport(self.step + 1, self._log.show_phase), prompts
 
     def evaluate_before_first_step(self) -> None:
         """Evaluate the policy that the run starts from; a resumed run did it before."""
         if self.step == 0:
             values = self._trainer.evaluate()
             if values:
-                self._logger.log(StepMetrics(0, values))
+                self._log.logger.log(StepMetrics(0, values))
 
     def finish_step(self, report: StepReport, scored: ScoredBatch) -> None:
         """Count the step, keep its samples, evaluate and save where due, log."""
         self.step = report.step
         self._consumed = self._stream.consumed
-        write_samples(self._output, self.step, scored)
+        keep_samples(self._output, self.step, scored)
         last = self.step == self.total_steps
         every = self._args.eval.steps
         if not self.stop.requested and (last or (every > 0 and self.step % every == 0)):
@@ -132,7 +129,7 @@ class Session:
             with report.phase("save_checkpoint"):
                 self.save()
         self.metrics = report.metrics()
-        self._logger.log(StepMetrics(self.step, self.metrics))
+        self._log.logger.log(StepMetrics(self.step, self.metrics))
 
     def finish(self) -> None:
         """Save what a signal interrupted, or export the final policy."""
@@ -154,7 +151,7 @@ class Session:
             step=self.step,
             consumed_samples=self._consumed,
             kl_coef=trainer.kl.value,
-            wandb_run_id=self._logger.run_id,
+            wandb_run_id=self._log.wandb_run_id,
             seed=self._args.train.seed,
             config=dataclasses.asdict(self._args),
         )

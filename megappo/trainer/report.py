@@ -1,0 +1,143 @@
+"""Collects what the phases of one step report and names it; the arithmetic is ``metrics/``'s.
+
+The bridge between the records of the mesh and the names that users know from OpenRLHF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from megappo.mesh.settings import ExperienceMetrics, UpdateMetrics
+from megappo.metrics.aggregate import eval_metrics, rollout_metrics, throughput, update_metrics
+from megappo.metrics.samples import SampleRow, write_samples
+from megappo.metrics.timers import StepTimer
+from megappo.rewards.protocol import Score
+from megappo.trainer.sampling import RolloutBatch
+from megappo.trainer.scoring import ScoredBatch
+
+
+class StepReport:
+    """Metrics of one step, in the making.
+
+    Args:
+        step: number of the step, from 1.
+        on_phase: called with the name of every phase that starts.
+
+    Attributes:
+        values: metrics so far, by name, without timings.
+    """
+
+    def __init__(self, step: int, on_phase: Callable[[str], None] | None = None) -> None:
+        self.step = step
+        self.values: dict[str, float] = {}
+        self._timer = StepTimer(on_phase)
+        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
+        self._skipped = 0
+        self._throughput: Callable[[dict[str, float]], dict[str, float]] = lambda timing: {}
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times the block as a phase."""
+        return self._timer.phase(name)
+
+    def add_updates(self, actor: UpdateMetrics | None, critic: UpdateMetrics | None) -> None:
+        """Note one optimizer step of each role; None where a role took none."""
+        if actor is not None and not actor.skipped:
+            self._updates["actor"].append(_actor_values(actor))
+        if critic is not None and not critic.skipped:
+            self._updates["critic"].append(_critic_values(critic))
+        self._skipped += any(update is not None and update.skipped for update in (actor, critic))
+
+    def finish(self, scored: ScoredBatch, experience: ExperienceMetrics, kl_coef: float) -> None:
+        """Add what the rollouts and the experience say."""
+        rollouts = scored.rollouts
+        self.values |= rollout_metrics(
+            rollouts.samples,
+            [score.reward for score in scored.rewards],
+            [score.named for score in scored.rewards],
+            [index // rollouts.n_samples_per_prompt for index in range(len(rollouts.samples))],
+        )
+        self.values |= _experience_values(experience) | {"train/kl_coef": kl_coef}
+        self.values |= update_metrics("actor", self._updates["actor"])
+        self.values |= update_metrics("critic", self._updates["critic"])
+        self.values["train/skipped_updates"] = float(self._skipped)
+        self._throughput = lambda timing: throughput(rollouts.samples, timing)
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step, timings included."""
+        timing = self._timer.metrics()
+        return self.values | timing | self._throughput(timing)
+
+
+def evaluation_values(rollouts: RolloutBatch, scores: tuple[Score, ...]) -> dict[str, float]:
+    """Metrics of an evaluation."""
+    return eval_metrics(
+        rollouts.samples, [score.reward for score in scores], [score.named for score in scores]
+    )
+
+
+def keep_samples(output_dir: Path, step: int, scored: ScoredBatch) -> None:
+    """Write the step's responses to ``samples/step_N.jsonl``."""
+    rollouts = scored.rollouts
+    rows = [
+        SampleRow(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            response=info.response,
+            label=prompt.label,
+            reward=score.reward,
+            finish_reason=info.finish_reason,
+            prompt_len=info.prompt_len,
+            response_len=info.response_len,
+            named=score.named,
+        )
+        for index, (info, score) in enumerate(zip(rollouts.samples, scored.rewards, strict=True))
+        for prompt in [rollouts.prompt_of(index)]
+    ]
+    write_samples(output_dir / "samples", step, rows)
+
+
+def _experience_values(experience: ExperienceMetrics) -> dict[str, float]:
+    values = {
+        "train/kl": experience.kl,
+        "train/return": experience.kl_reward,
+        "train/logprobs_diff": experience.log_probs_diff,
+        "train/advantage_mean": experience.advantage_mean,
+        "train/advantage_std": experience.advantage_std,
+        "train/value_target_mean": experience.return_mean,
+        "rollout/engine_logprob_diff_mean": experience.engine_diff_mean,
+        "rollout/engine_logprob_diff_max": experience.engine_diff_max,
+        "rollout/num_action_tokens": float(experience.num_action_tokens),
+    }
+    if experience.value_mean is not None:
+        values["train/value_mean"] = experience.value_mean
+    return values
+
+
+def _actor_values(update: UpdateMetrics) -> dict[str, float]:
+    values = {
+        "loss": update.loss,
+        "clip_fraction": update.clip_frac,
+        "grad_norm": update.grad_norm,
+        "lr": update.lr,
+        "num_action_tokens": float(update.num_action_tokens),
+    }
+    optional = {
+        "approx_kl": update.approx_kl,
+        "ratio_mean": update.ratio_mean,
+        "ratio_diff_max": update.ratio_max_diff,
+        "entropy": update.entropy,
+    }
+    return values | {name: value for name, value in optional.items() if value is not None}
+
+
+def _critic_values(update: UpdateMetrics) -> dict[str, float]:
+    values = {
+        "loss": update.loss,
+        "clip_fraction": update.clip_frac,
+        "grad_norm": update.grad_norm,
+        "lr": update.lr,
+        "num_action_tokens": float(update.num_action_tokens),
+    }
+    return values if update.value_mean is None else values | {"values": update.value_mean}

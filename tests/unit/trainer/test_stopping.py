@@ -1,0 +1,29 @@
+"""Signals ask first, and interrupt the second time."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megappo.trainer.stopping import StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_and_second_interrupts(number: int) -> None:
+    """The handler is gone afterwards."""
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.received == number
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_without_a_signal_nothing_is_asked() -> None:
+    """A run that nobody stops is not stopped."""
+    with StopSignal() as stop:
+        assert stop.received is None
