@@ -12,6 +12,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 import yaml
@@ -33,6 +34,7 @@ class _Parser(ArgumentParser):
         raise ConfigError(message) from ex
 
 
+@cache
 def _parser() -> _Parser:
     parser = _Parser(
         prog="megappo train",
@@ -128,11 +130,18 @@ def _type_error(message: str, argv: Sequence[str], lines: dict[str, tuple[str, i
     if name not in keys():
         return message
     value = re.search(r"Given value: (.*)", message) or re.search(r"Got value: (.*)", message)
-    found = f" = {value.group(1)}" if value else ""
+    found = f" = {'null' if value.group(1) == 'None' else value.group(1)}" if value else ""
     where = ""
     if name in lines and name not in {_name(argument) for argument in argv}:
         where = f" ({lines[name][0]}:{lines[name][1]})"
     return f"{name}{found}: expected {describe(keys()[name].type)}{where}"
+
+
+def _refuse_null(values: Namespace) -> None:
+    """Refuse null where the type has none: jsonargparse takes it for any key."""
+    for key in keys().values():
+        if values[key.name] is None and type(None) not in typing.get_args(key.type):
+            raise ConfigError(f'Parser key "{key.name}": Got value: None')
 
 
 def _build(cls: type[Any], values: Namespace) -> Any:
@@ -160,6 +169,7 @@ def load(argv: Sequence[str]) -> Config:
         lines.update({name: (file, line) for name, line in key_lines(file).items()})
     try:
         values = _parser().parse_args(arguments)
+        _refuse_null(values)
     except ConfigError as error:
         raise ConfigError(_type_error(str(error), argv, lines)) from error
     config = _build(Config, values)

@@ -132,7 +132,8 @@ def _nearest(name: str) -> str | None:
     def likeness(key: str) -> float:
         whole = difflib.SequenceMatcher(None, name, key).ratio()
         last = difflib.SequenceMatcher(None, name.split(".")[-1], key.split(".")[-1]).ratio()
-        return max(whole, 0.95 * last)
+        same_group = 0.1 * (name.split(".")[0] == key.split(".")[0])
+        return max(whole, 0.95 * last) + same_group
 
     best = max((*keys(), *groups()), key=likeness)
     return best if likeness(best) >= 0.7 else None
