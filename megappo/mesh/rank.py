@@ -31,6 +31,7 @@ from megappo.mesh.settings import (
 )
 from megappo.models import parallel
 from megappo.records import BatchPlan, Experience, PackedBatch, Rollouts
+from megappo.reshard.hf import export_hf
 from megappo.topology import Topology
 
 ACTOR, CRITIC, REF = "actor", "critic", "ref"
@@ -49,6 +50,8 @@ class MeshRank:
     Attributes:
         store: what this rank's engine wrote, by the key of its request.
         roles: the models, by name.
+        steps: micro-batches of the loaded batch, ``[step][i]``.
+        experience: the same for experience, on last-stage ranks after ``make_experience``.
     """
 
     def __init__(self, rank: int, topology: Topology, settings: MeshSettings) -> None:
@@ -62,11 +65,11 @@ class MeshRank:
 
     def _forget(self) -> None:
         self._plan: BatchPlan | None = None
-        self._steps: list[list[PackedBatch]] = []
+        self.steps: list[list[PackedBatch]] = []
         self._action_tokens: list[int] = []
         self._log_probs: dict[str, list[torch.Tensor]] = {}
         self._values: list[torch.Tensor] | None = None
-        self._experience: list[list[Experience]] = []
+        self.experience: list[list[Experience]] = []
 
     def add_role(self, settings: RoleSettings) -> None:
         """Build a role and read its weights; a trainable one gets its optimizer.
@@ -86,7 +89,7 @@ class MeshRank:
         self._forget()
         self._plan = plan
         tp = self.topology.tp
-        self._steps = load_micro_batches(
+        self.steps = load_micro_batches(
             plan,
             self.store.get(plan.key),
             self.topology,
@@ -94,7 +97,7 @@ class MeshRank:
             multiple=tp if self.settings.sequence_parallel else 1,
             device=device(),
         )
-        counts = [sum(int(b.action_mask.sum()) for b in step) for step in self._steps]
+        counts = [sum(int(b.action_mask.sum()) for b in step) for step in self.steps]
         totals = torch.tensor(counts, dtype=torch.int64, device=device())
         if is_last_stage():
             summed(totals)
@@ -112,7 +115,7 @@ class MeshRank:
         self._values = self._evaluate(role, self.roles[role].values)
 
     def _evaluate(self, role: str, read: Read) -> list[torch.Tensor]:
-        batches = [batch for step in self._steps for batch in step]
+        batches = [batch for step in self.steps for batch in step]
         return evaluate(self.roles[role].chunks, batches, read)
 
     def make_experience(self, settings: ExperienceSettings) -> ExperienceMetrics:
@@ -126,7 +129,7 @@ class MeshRank:
         maximum = torch.zeros(1, dtype=torch.float64, device=device())
         if is_last_stage():
             flat, sums, maximum = make_experience(
-                [batch for step in self._steps for batch in step],
+                [batch for step in self.steps for batch in step],
                 self._log_probs[ACTOR],
                 self._log_probs.get(REF),
                 self._values,
@@ -137,7 +140,7 @@ class MeshRank:
             summed(sums)
             largest(maximum)
             parts = iter(flat)
-            self._experience = [[next(parts) for _ in step] for step in self._steps]
+            self.experience = [[next(parts) for _ in step] for step in self.steps]
         has_values = self._values is not None
         return to_metrics(from_last_stage(sums), from_last_stage(maximum), has_values)
 
@@ -161,10 +164,10 @@ class MeshRank:
             The loss statistics over all replicas, the same on every rank.
         """
         target = self.roles[role]
-        batches = self._steps[step_index]
+        batches = self.steps[step_index]
 
         def loss(output: torch.Tensor, index: int) -> tuple[torch.Tensor, LossTotals]:
-            return target.loss(output, batches[index], self._experience[step_index][index])
+            return target.loss(output, batches[index], self.experience[step_index][index])
 
         target.zero_gradients()
         totals = LossTotals.of(accumulate_gradients(target.chunks, batches, loss), device())
@@ -196,5 +199,12 @@ class MeshRank:
         """Write a role as a Hugging Face folder; all ranks call it together.
 
         Tokenizer and configuration are copied from the folder that the role came from.
+
+        Raises:
+            ValueError: the folders are not usable.
+            OSError: a file cannot be written.
         """
-        self.roles[role].export(self.rank, self.topology, out_dir)
+        source = self.roles[role]
+        export_hf(
+            source.layout, source.shape, self.rank, source.tensors, out_dir, source.settings.hf_dir
+        )

@@ -79,7 +79,7 @@ class Role:
             )
         )
         self.layout: Layout = megatron_layout(self.shape, topology, value_head=value_head)
-        self._import(rank, topology, value_head)
+        import_hf(CheckpointReader(settings.hf_dir), self.layout, rank, self.tensors)
         self.chunks = self.modules
         self.optimizer: Any = None
         self.scheduler: Any = None
