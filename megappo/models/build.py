@@ -13,23 +13,15 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megappo.device.platform import device
-from megappo.models.config import Recompute, check_divisible, transformer_config
+from megappo.models.config import Recompute, transformer_config
 from megappo.models.heads import ValueHead
 from megappo.models.rotary import PackedRotary, inverse_frequencies
 from megappo.models.spec import layer_spec
 from megappo.topology import Topology
+from megappo.weights.megatron import check_divisible, padded_vocab_size
 from megappo.weights.shape import ModelShape
 
 Head = Literal["lm", "value"]
-
-# Vocabulary rows are padded to a multiple of this times the tensor-parallel size.
-VOCAB_MULTIPLE = 8
-
-
-def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor ranks, padding included."""
-    multiple = VOCAB_MULTIPLE * tp
-    return -(-vocab_size // multiple) * multiple
 
 
 def build_model(
@@ -68,7 +60,7 @@ def build_model(
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config),
-        vocab_size=padded_vocab(shape.vocab_size, topology.tp),
+        vocab_size=padded_vocab_size(shape, topology.tp),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=last,

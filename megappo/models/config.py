@@ -18,31 +18,6 @@ from megappo.weights.shape import ModelShape
 Recompute = Literal["full", "selective"]
 
 
-def check_divisible(shape: ModelShape, topology: Topology) -> None:
-    """Refuse a mesh that cannot cut this model evenly, before any weight is read.
-
-    Raises:
-        ValueError: naming the two numbers and the key to change.
-    """
-    tp_key = f"megatron.tensor_model_parallel_size = {topology.tp}"
-    for what, size in (
-        ("num_attention_heads", shape.num_heads),
-        ("intermediate_size", shape.ffn_hidden_size),
-    ):
-        if size % topology.tp:
-            raise ValueError(f"{tp_key} does not divide the model's {what} = {size}")
-    if shape.num_kv_heads % topology.tp and topology.tp % shape.num_kv_heads:
-        raise ValueError(
-            f"{tp_key} neither divides the model's num_key_value_heads = {shape.num_kv_heads} "
-            "nor is a multiple of it"
-        )
-    if shape.num_layers % topology.pp:
-        raise ValueError(
-            f"megatron.pipeline_model_parallel_size = {topology.pp} does not divide the "
-            f"model's num_hidden_layers = {shape.num_layers}"
-        )
-
-
 def transformer_config(
     shape: ModelShape,
     topology: Topology,

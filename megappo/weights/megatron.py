@@ -49,7 +49,7 @@ def megatron_layout(shape: ModelShape, topology: Topology, *, value_head: bool =
     Raises:
         ValueError: when the mesh does not cut the model evenly; names both numbers.
     """
-    _check_divisible(shape, topology)
+    check_divisible(shape, topology)
     builder = LayoutBuilder(topology.world_size, canonical_tensors(shape, value_head=value_head))
     layers = shape.num_layers // topology.pp
     for row in parameters(shape, value_head=value_head):
@@ -63,7 +63,12 @@ def megatron_layout(shape: ModelShape, topology: Topology, *, value_head: bool =
     return builder.build()
 
 
-def _check_divisible(shape: ModelShape, topology: Topology) -> None:
+def check_divisible(shape: ModelShape, topology: Topology) -> None:
+    """Refuses a mesh that cannot cut this model evenly, before any weight is read.
+
+    Raises:
+        ValueError: naming the two numbers and the key to change.
+    """
     tp, kv_heads = topology.tp, shape.num_kv_heads
     key = f"megatron.tensor_model_parallel_size = {tp}"
     for what, size in (
