@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megappo.records import BatchPlan, Rollouts
+
+Ints = Sequence[int] | npt.NDArray[np.int64]
 
 KEY = "batch"
 
 
 def make_rollouts(
-    prompt_lens: Sequence[int], response_lens: Sequence[int], *, vocab: int = 101, seed: int = 0
+    prompt_lens: Ints, response_lens: Ints, *, vocab: int = 101, seed: int = 0
 ) -> Rollouts:
     """A whole batch: sample ids 100, 101, …; every response token is an action."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,11 +62,11 @@ def held_by(rollouts: Rollouts, rows: Sequence[int]) -> Rollouts:
 def make_plan(
     rollouts: Rollouts,
     *,
-    holder_ranks: Sequence[int],
-    steps: Sequence[int],
-    replicas: Sequence[int],
-    micro_batches: Sequence[int],
-    num_micro_batches: Sequence[int],
+    holder_ranks: Ints,
+    steps: Ints,
+    replicas: Ints,
+    micro_batches: Ints,
+    num_micro_batches: Ints,
     scores: Sequence[float] | None = None,
 ) -> BatchPlan:
     """A plan written out by hand, one entry per sample."""
