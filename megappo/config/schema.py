@@ -56,7 +56,7 @@ class CriticConfig:
     """The value model."""
 
     model_name_or_path: str | None = None
-    """Hugging Face folder of the critic; None starts from the policy with a fresh value head."""
+    """Hugging Face folder of the critic; null starts from the policy with a fresh value head."""
     adam: AdamConfig = AdamConfig(lr=9e-6)
     """Optimizer of the critic."""
     lr_scheduler: Literal["constant", "cosine_with_min_lr"] = "cosine_with_min_lr"
@@ -68,7 +68,7 @@ class CriticConfig:
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     value_clip: float | None = 0.5
-    """Clip range of the value loss; None turns clipping off."""
+    """Clip range of the value loss; null turns clipping off."""
     freezing_steps: int = -1
     """Steps at the start in which only the critic is trained."""
 
@@ -106,7 +106,7 @@ class VLLMConfig:
     """The inference engines, colocated with the mesh."""
 
     num_engines: int | None = None
-    """Number of engines; None fills the mesh. num_engines x tensor_parallel_size = world size."""
+    """Number of engines; null fills the mesh. num_engines x tensor_parallel_size = world size."""
     tensor_parallel_size: int = 1
     """Tensor-parallel size of one engine, free of the trainer's."""
     enable_prefix_caching: bool = True
@@ -138,7 +138,7 @@ class KLConfig:
     init_coef: float = 0.01
     """Initial (or fixed) coefficient; 0 runs without a reference model."""
     target: float | None = None
-    """Target KL of the adaptive controller; None keeps the coefficient fixed."""
+    """Target KL of the adaptive controller; null keeps the coefficient fixed."""
     horizon: int = 10000
     """Horizon of the adaptive controller, in samples."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -166,7 +166,7 @@ class TrainConfig:
     num_episodes: int = 1
     """Passes over the prompt file."""
     max_steps: int | None = None
-    """Stop after this many steps (one step = rollout, update, sync); None runs all prompts."""
+    """Stop after this many steps (one step = rollout, update, sync); null runs all prompts."""
     max_tokens_per_gpu: int = 16192
     """Token budget of one micro-batch on one replica."""
     seed: int = 42
@@ -216,7 +216,7 @@ class CkptConfig:
     """Checkpoints to resume from."""
 
     path: str | None = None
-    """Folder of the checkpoints; None puts them under output_dir."""
+    """Folder of the checkpoints; null puts them under output_dir."""
     save_steps: int = -1
     """Save every this many steps; -1 saves only when stopped by a signal."""
     load_enable: bool = False
@@ -230,7 +230,7 @@ class WandbConfig:
     """Weights & Biases."""
 
     project: str | None = None
-    """Project name; None turns W&B off."""
+    """Project name; null turns W&B off."""
     run_name: str | None = None
     """Name of the run."""
     group: str | None = None
@@ -248,7 +248,7 @@ class LoggerConfig:
     console: bool = True
     """Show live progress on the terminal."""
     tensorboard_dir: str | None = None
-    """TensorBoard folder; None turns TensorBoard off."""
+    """TensorBoard folder; null turns TensorBoard off."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 
@@ -316,6 +316,6 @@ class Config:
     ray: RayConfig = RayConfig()
     """Placement."""
     ray_address: str | None = None
-    """Address of a running Ray cluster; None starts one on this machine."""
+    """Address of a running Ray cluster; null starts one on this machine."""
     output_dir: str = "runs/ppo"
     """Folder of everything the run leaves: metrics, samples, checkpoints, logs, hf."""
