@@ -122,13 +122,14 @@ class RowReader:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode("utf-8"))
+        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = line[error.start]
         raise RowError(f"not UTF-8 (byte 0x{byte:02X} at column {error.start + 1})") from error
     except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
         raise RowError(
-            f"not valid JSON ({error.msg} at column {error.colno}); wanted one JSON object per line"
+            f"not valid JSON ({what} at column {error.colno}); wanted one JSON object per line"
         ) from error
     except (ValueError, RecursionError) as error:
         raise RowError(

@@ -28,7 +28,7 @@ def load_tokenizer(hf_dir: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # broken files raise anything here, a bare Exception included
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"no tokenizer can be read from {folder} (actor.model_name_or_path): {reason[:300]}"
