@@ -11,7 +11,7 @@ c tokens in a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class _Columns:
 
     def chunks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield (rows, scaled logits float32 [c, C]); each array is only valid until the next."""
+        if not self.count:
+            return
         num_tokens = len(logits)
         size = min(self.chunk_tokens, num_tokens)
         buffer = torch.empty(size, self.count, dtype=torch.float32, device=logits.device)
@@ -45,10 +47,10 @@ class _Columns:
             yield rows, scaled
 
     def locate(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows whose label lies on this rank, and its column there: int64 [n] each."""
+        """Each label's column here, int64 [c, 1], and 1.0 where it is ours, else 0.0: [c]."""
         column = labels - self.first
-        row = ((column >= 0) & (column < self.count)).nonzero().squeeze(-1)
-        return row, column[row]
+        ours = (column >= 0) & (column < self.count)
+        return column.clamp(0, self.count - 1)[:, None], ours.float()
 
 
 def _local_sums(
@@ -61,20 +63,35 @@ def _local_sums(
     num_tokens = len(logits)
     maximum = torch.full((num_tokens,), _NO_MAXIMUM, dtype=torch.float32, device=logits.device)
     sums = torch.zeros(3 if with_entropy else 2, num_tokens, device=logits.device)
-    if not columns.count:
-        return maximum, sums
     for rows, scaled in columns.chunks(logits):
-        row, column = columns.locate(labels[rows])
-        sums[0, rows][row] = scaled[row, column]
+        column, ours = columns.locate(labels[rows])
+        sums[0, rows] = scaled.gather(1, column).squeeze(1) * ours
         maximum[rows] = scaled.amax(dim=-1)
-        scaled.sub_(maximum[rows, None])
-        if not with_entropy:
-            sums[1, rows] = scaled.exp_().sum(dim=-1)
-            continue
-        exponential = scaled.exp()
-        sums[1, rows] = exponential.sum(dim=-1)
-        sums[2, rows] = exponential.mul_(scaled).sum(dim=-1)
+        sums[1:, rows] = _exponential_sums(scaled.sub_(maximum[rows, None]), with_entropy)
     return maximum, sums
+
+
+def _exponential_sums(shifted: torch.Tensor, with_entropy: bool) -> torch.Tensor:
+    """Σ exp(x) and, with entropy, Σ exp(x) x: [1 or 2, c]. Overwrites its input [c, C]."""
+    if not with_entropy:
+        return shifted.exp_().sum(dim=-1)[None]
+    exponential = shifted.exp()
+    total = exponential.sum(dim=-1)
+    return torch.stack([total, exponential.mul_(shifted).sum(dim=-1)])
+
+
+def _softmax_gradient(
+    log_softmax: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """All of the gradient but the label's own term: [c, C]. Overwrites ``log_softmax``."""
+    if grad_entropy is None or entropy is None:
+        return log_softmax.exp_().mul_(-grad_log_probs[:, None])
+    softmax = log_softmax.exp()
+    log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None])
+    return softmax.mul_(log_softmax)
 
 
 def _reduce_sums(
@@ -127,22 +144,17 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             return None, None, None, None, None
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(maximum)
-        grad_log_probs = grad_log_probs / columns.temperature
+        vectors = (grad_entropy, entropy)
         gradient = torch.empty_like(logits)
         gradient[:, columns.count :] = 0
         for rows, log_softmax in columns.chunks(logits):
             log_softmax.sub_(maximum[rows, None]).sub_(log_sum[rows, None])
-            weight = grad_log_probs[rows, None]
-            if grad_entropy is None:
-                chunk = log_softmax.exp_().mul_(-weight)
-            else:
-                chunk = log_softmax.exp()
-                factor = -grad_entropy[rows, None] / columns.temperature
-                log_softmax.add_(entropy[rows, None]).mul_(factor).sub_(weight)
-                chunk.mul_(log_softmax)
-            row, column = columns.locate(labels[rows])
-            chunk[row, column] += grad_log_probs[rows][row]
-            gradient[rows, : columns.count] = chunk
+            parts = [None if vector is None else vector[rows] for vector in vectors]
+            chunk = _softmax_gradient(log_softmax, grad_log_probs[rows], *parts)
+            column, ours = columns.locate(labels[rows])
+            chunk.scatter_add_(1, column, (grad_log_probs[rows] * ours)[:, None])
+            gradient[rows, : columns.count] = chunk.div_(columns.temperature)
+            del chunk  # before the next one is made
         return gradient, None, None, None, None
 
 
@@ -180,7 +192,5 @@ def log_probs_and_entropy(
     first = tp_rank * logits.shape[1]
     count = min(max(vocab_size - first, 0), logits.shape[1])
     columns = _Columns(first, count, temperature, chunk_tokens)
-    result: tuple[torch.Tensor, torch.Tensor | None] = _LogProbsAndEntropy.apply(
-        logits, labels, columns, tp_group, with_entropy
-    )
-    return result
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _LogProbsAndEntropy.apply
+    return apply(logits, labels, columns, tp_group, with_entropy)
