@@ -163,6 +163,7 @@ class Role:
             OptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.lr,
+                min_lr=optimizer.lr * optimizer.min_lr_ratio,
                 weight_decay=optimizer.weight_decay,
                 adam_beta1=optimizer.betas[0],
                 adam_beta2=optimizer.betas[1],

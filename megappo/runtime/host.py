@@ -27,7 +27,7 @@ from megappo.device.platform import backend, device, set_device
 from megappo.mesh.rank import MeshRank
 from megappo.mesh.settings import MeshSettings, RoleSettings
 from megappo.records import GenerateRequest, SampleInfo
-from megappo.reshard.executor import Executor
+from megappo.reshard.executor import Executor, TransferStats
 from megappo.rollout.engine import EngineSettings
 from megappo.rollout.vllm_engine import VLLMEngine
 from megappo.runtime.groups import RankCall
@@ -139,12 +139,12 @@ class Host:
             self._mesh.store[request.key] = rollouts
         return infos
 
-    def _sync_weights(self, version: int) -> int:
-        """Move the actor's weights into the engines; returns the bytes this rank received."""
+    def _sync_weights(self, version: int) -> TransferStats:
+        """Move the actor's weights into the engines."""
         destination = self._engine.begin_update()
-        self._resharding.run(self._mesh.named_weights(ACTOR), destination)
+        stats = self._resharding.run(self._mesh.named_weights(ACTOR), destination)
         self._engine.finish_update(version)
-        return self._resharding.bytes_received
+        return stats
 
     def _save(self, role: str, folder: Path) -> None:
         target = self._mesh.roles[role]

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from megappo.mesh.settings import ExperienceMetrics, UpdateMetrics
-from megappo.metrics.aggregate import eval_metrics, rollout_metrics, throughput, update_metrics
+from megappo.metrics.aggregate import (
+    eval_metrics,
+    experience_metrics,
+    rollout_metrics,
+    throughput,
+    update_metrics,
+)
 from megappo.metrics.samples import SampleRow, write_samples
 from megappo.metrics.timers import StepTimer
 from megappo.rewards.protocol import Score
 from megappo.trainer.sampling import RolloutBatch
 from megappo.trainer.scoring import ScoredBatch
+
+TrainedRole = Literal["actor", "critic"]
+ACTOR: TrainedRole = "actor"
+CRITIC: TrainedRole = "critic"
 
 
 class StepReport:
@@ -33,8 +45,7 @@ class StepReport:
         self.step = step
         self.values: dict[str, float] = {}
         self._timer = StepTimer(on_phase)
-        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
-        self._skipped = 0
+        self._updates: dict[TrainedRole, list[dict[str, float | None]]] = {ACTOR: [], CRITIC: []}
         self._throughput: Callable[[dict[str, float]], dict[str, float]] = lambda timing: {}
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -43,11 +54,9 @@ class StepReport:
 
     def add_updates(self, actor: UpdateMetrics | None, critic: UpdateMetrics | None) -> None:
         """Note one optimizer step of each role; None where a role took none."""
-        if actor is not None and not actor.skipped:
-            self._updates["actor"].append(_actor_values(actor))
-        if critic is not None and not critic.skipped:
-            self._updates["critic"].append(_critic_values(critic))
-        self._skipped += any(update is not None and update.skipped for update in (actor, critic))
+        for role, update in ((ACTOR, actor), (CRITIC, critic)):
+            if update is not None:
+                self._updates[role].append(asdict(update))
 
     def finish(self, scored: ScoredBatch, experience: ExperienceMetrics, kl_coef: float) -> None:
         """Add what the rollouts and the experience say."""
@@ -58,10 +67,9 @@ class StepReport:
             [score.named for score in scored.rewards],
             [index // rollouts.n_samples_per_prompt for index in range(len(rollouts.samples))],
         )
-        self.values |= _experience_values(experience) | {"train/kl_coef": kl_coef}
-        self.values |= update_metrics("actor", self._updates["actor"])
-        self.values |= update_metrics("critic", self._updates["critic"])
-        self.values["train/skipped_updates"] = float(self._skipped)
+        self.values |= experience_metrics(asdict(experience)) | {"train/kl_coef": kl_coef}
+        for role, updates in self._updates.items():
+            self.values |= update_metrics(role, updates)
         self._throughput = lambda timing: throughput(rollouts.samples, timing)
 
     def metrics(self) -> dict[str, float]:
@@ -96,48 +104,3 @@ def keep_samples(output_dir: Path, step: int, scored: ScoredBatch) -> None:
         for prompt in [rollouts.prompt_of(index)]
     ]
     write_samples(output_dir / "samples", step, rows)
-
-
-def _experience_values(experience: ExperienceMetrics) -> dict[str, float]:
-    values = {
-        "train/kl": experience.kl,
-        "train/return": experience.kl_reward,
-        "train/logprobs_diff": experience.log_probs_diff,
-        "train/advantage_mean": experience.advantage_mean,
-        "train/advantage_std": experience.advantage_std,
-        "train/value_target_mean": experience.return_mean,
-        "rollout/engine_logprob_diff_mean": experience.engine_diff_mean,
-        "rollout/engine_logprob_diff_max": experience.engine_diff_max,
-        "rollout/num_action_tokens": float(experience.num_action_tokens),
-    }
-    if experience.value_mean is not None:
-        values["train/value_mean"] = experience.value_mean
-    return values
-
-
-def _actor_values(update: UpdateMetrics) -> dict[str, float]:
-    values = {
-        "loss": update.loss,
-        "clip_fraction": update.clip_frac,
-        "grad_norm": update.grad_norm,
-        "lr": update.lr,
-        "num_action_tokens": float(update.num_action_tokens),
-    }
-    optional = {
-        "approx_kl": update.approx_kl,
-        "ratio_mean": update.ratio_mean,
-        "ratio_diff_max": update.ratio_max_diff,
-        "entropy": update.entropy,
-    }
-    return values | {name: value for name, value in optional.items() if value is not None}
-
-
-def _critic_values(update: UpdateMetrics) -> dict[str, float]:
-    values = {
-        "loss": update.loss,
-        "clip_fraction": update.clip_frac,
-        "grad_norm": update.grad_norm,
-        "lr": update.lr,
-        "num_action_tokens": float(update.num_action_tokens),
-    }
-    return values if update.value_mean is None else values | {"values": update.value_mean}

@@ -102,7 +102,7 @@ def test_first_step_starts_from_the_reference(runs: Runs) -> None:
     """KL is 0, and engine and trainer agree at a temperature that is not 1."""
     first = metrics(runs.folder / "straight")[1]
     assert abs(first["train/kl"]) < 1e-6
-    assert first["rollout/engine_logprob_diff_mean"] < 1e-3
+    assert first["train/vllm_logprobs_diff"] < 1e-3
     assert first["train/kl_coef"] == 0.05
 
 
