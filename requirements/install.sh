@@ -56,7 +56,7 @@ sum=$(sha256sum <"$lock")
 if [[ $(cat "$stamp" 2>/dev/null) != "$sum" ]]; then
   echo "setup: installing $(wc -l <"$lock") packages into $venv (some minutes)"
   mapfile -t build < <(grep -E '^(setuptools|wheel)==' "$lock")
-  torch=$(grep -E '^torch==' "$lock")
+  torch=$(grep -E '^torch==' "$lock") || fail "$lock does not pin torch"
   run "build tools" pip install --no-deps "${build[@]}" ||
     fail "could not install ${build[*]}; the end of $log says why"
   # torch alone may need PyTorch's index. It is asked only second: where it cannot be
