@@ -65,7 +65,7 @@ class AdaptiveKLController:
         """Move the coefficient after a step.
 
         Args:
-            kl: Mean KL per action token of the step, by the estimator of the rewards.
+            kl: Mean KL of the step, by the estimator of the rewards.
             num_samples: Samples in the step.
 
         Raises:
