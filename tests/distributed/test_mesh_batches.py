@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from tests.support.ranks import run_ranks
 from tests.support.rollouts import KEY, held_by, make_plan, make_rollouts
 
 ROLES = ("actor", "critic")
+MODELS = TemporaryDirectory(prefix="batches-")
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def sample_log_probs(rank: MeshRank) -> dict[int, list[float]]:
 @cache
 def folder() -> str:
     """One checkpoint for all roles."""
-    return str(make_llama(Path(mkdtemp(prefix="batches-")) / "model", layers=2))
+    return str(make_llama(Path(MODELS.name) / "model", layers=2))
 
 
 @cache

@@ -36,12 +36,11 @@ def local_gradients(role: Role) -> Shards:
     With the distributed optimizer a rank has the final gradient of its share of each bucket
     only; the shares are gathered here.
     """
-    group = parallel_state.get_data_parallel_group()
-    size, rank = group.size(), group.rank()
-    for buffer in role.chunks[0].buffers:
-        for bucket in buffer.buckets:
-            shares = list(bucket.grad_data.view(size, -1))
-            dist.all_gather(shares, shares[rank].clone(), group=group)
+    if role.chunks[0].ddp_config.use_distributed_optimizer:
+        group = parallel_state.get_data_parallel_group()
+        for bucket in (b for buffer in role.chunks[0].buffers for b in buffer.buckets):
+            shares = list(bucket.grad_data.view(group.size(), -1))
+            dist.all_gather(shares, shares[group.rank()].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(shares))
     module = role.modules[0]
     return {n: p.main_grad.float().numpy().copy() for n, p in module.named_parameters()}
