@@ -2,7 +2,7 @@
 
 Every rank makes the same schedule from the same plan and keeps its own rows of it. In a round
 a rank exchanges at most one message with each peer, and its messages of one direction fit the
-buffer together; boxes that are larger than the buffer are cut. Pure arithmetic, no tensors.
+buffer together; boxes that are large for the buffer are cut. Pure arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megappo.weights.plan import Plan
 
 # Copies start at multiples of this in a message, so that any dtype can view them.
 ALIGNMENT = 16
+# Boxes are cut to this part of the buffer, so that a rank serves several peers in a round.
+CUTS = 8
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,10 @@ def make_schedule(plan: Plan, rank: int, itemsize: Ints, buffer_bytes: int) -> S
         buffer_bytes: Size of one direction's buffer, at least 16.
     """
     moved = np.flatnonzero(plan.source_rank != plan.destination_rank)
-    copy, offset, extent = _fitting(plan, moved, itemsize, buffer_bytes)
-    # Each destination starts at another place of the model: else all would ask the ranks of
-    # the first pipeline stage at once, and the others would wait.
-    num_tensors = max(1, len(plan.destination.canonical_names))
-    place = plan.canonical[copy] / num_tensors
-    turn = plan.destination_rank[copy] / plan.destination.world_size
-    order = np.argsort((place + turn) % 1.0, kind="stable")
-    copy, offset, extent = copy[order], offset[order], extent[order]
+    copy, offset, extent = _fitting(plan, moved, itemsize, max(ALIGNMENT, buffer_bytes // CUTS))
     num_bytes = extent.prod(axis=1) * itemsize[plan.destination_local[copy]]
+    order = _fair_order(plan, copy, num_bytes)
+    copy, offset, extent, num_bytes = copy[order], offset[order], extent[order], num_bytes[order]
     rounds = _rounds(
         plan.source_rank[copy], plan.destination_rank[copy], aligned(num_bytes), buffer_bytes
     )
@@ -108,21 +105,41 @@ def make_schedule(plan: Plan, rank: int, itemsize: Ints, buffer_bytes: int) -> S
     )
 
 
-def _fitting(
-    plan: Plan, copies: Ints, itemsize: Ints, buffer_bytes: int
-) -> tuple[Ints, Ints, Ints]:
-    """Copies cut to the buffer: index in the plan, offset in its box, extent."""
+def _fitting(plan: Plan, copies: Ints, itemsize: Ints, max_bytes: int) -> tuple[Ints, Ints, Ints]:
+    """Copies cut to ``max_bytes`` at most: index in the plan, offset in its box, extent."""
     extent = plan.extent[copies]
     size = itemsize[plan.destination_local[copies]]
-    large = np.flatnonzero(extent.prod(axis=1) * size > buffer_bytes)
-    small = np.setdiff1d(np.arange(len(copies)), large)
-    index, offsets, extents = [copies[small]], [np.zeros_like(extent[small])], [extent[small]]
-    for i in large:
-        offset, part = split_box(extent[i], buffer_bytes // int(size[i]))
-        index.append(np.full(len(part), copies[i]))
-        offsets.append(offset)
-        extents.append(part)
+    large = extent.prod(axis=1) * size > max_bytes
+    index, offsets, extents = [copies[~large]], [np.zeros_like(extent[~large])], [extent[~large]]
+    kinds, kind_of = np.unique(np.c_[extent, size][large], axis=0, return_inverse=True)
+    for i, kind in enumerate(kinds):
+        offset, part = split_box(kind[:-1], max_bytes // int(kind[-1]))
+        alike = copies[large][kind_of.reshape(-1) == i]
+        index.append(alike.repeat(len(part)))
+        offsets.append(np.tile(offset, (len(alike), 1)))
+        extents.append(np.tile(part, (len(alike), 1)))
     return np.concatenate(index), np.concatenate(offsets), np.concatenate(extents)
+
+
+def _fair_order(plan: Plan, copy: Ints, num_bytes: Ints) -> Ints:
+    """The order in which copies look for a round: all pairs of ranks advance together.
+
+    In the plan's own order all destinations would ask the ranks of the first pipeline stage
+    at once while the others wait. Within one step of progress, pairs come by the distance of
+    their ranks, so that neighbouring copies meet neither end again.
+    """
+    ranks = plan.destination.world_size
+    source, destination = plan.source_rank[copy], plan.destination_rank[copy]
+    by_pair = np.lexsort((plan.canonical[copy], destination, source))
+    pair = (source * ranks + destination)[by_pair]
+    first = np.flatnonzero(np.r_[True, pair[1:] != pair[:-1]])
+    count = np.diff(np.r_[first, len(pair)])
+    before = np.cumsum(num_bytes[by_pair]) - num_bytes[by_pair]
+    total = np.add.reduceat(num_bytes[by_pair], first) if len(pair) else count
+    progress = np.empty(len(pair))
+    progress[by_pair] = (before - before[first].repeat(count)) / total.repeat(count)
+    order: Ints = np.lexsort(((destination - source) % ranks, progress))
+    return order
 
 
 def _rounds(sources: Ints, destinations: Ints, num_bytes: Ints, buffer_bytes: int) -> Ints:
