@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -109,6 +110,10 @@ class PromptDataset:
             ids = ids[-self._max_prompt_len :] if keep_end else ids[: self._max_prompt_len]
             text = str(self._tokenizer.decode(ids))  # what the policy is really asked
         return Prompt(prompt_id=line - 1, token_ids=tuple(ids), text=text, label=row.label)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """All prompts in file order."""
+        return (self[index] for index in range(len(self)))
 
     def _scan(self) -> None:
         """Check every row and note where the usable ones start."""

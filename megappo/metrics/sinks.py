@@ -49,10 +49,10 @@ class MetricLogger:
 
     def close(self) -> None:
         """Close every sink, also when one of them fails; its error is raised at the end."""
+        sinks, self._sinks = self._sinks, ()
         with ExitStack() as stack:
-            for sink in reversed(self._sinks):
+            for sink in reversed(sinks):
                 stack.callback(sink.close)
-        self._sinks = ()
 
     def __enter__(self) -> MetricLogger:
         """The logger itself."""
@@ -173,7 +173,9 @@ class Wandb:
 
     def log(self, metrics: StepMetrics) -> None:
         """Hand the metrics to W&B, which sends them in the background."""
-        self._run.log({**metrics.values, "global_step": metrics.step})
+        # W&B drops rows whose own step goes back; offline, a resumed run counts from 0 again.
+        row = max(self._run.step, metrics.step)
+        self._run.log({**metrics.values, "global_step": metrics.step}, step=row, commit=True)
 
     def close(self) -> None:
         """Finish the run; waits for what has not been sent."""

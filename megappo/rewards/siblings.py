@@ -35,11 +35,22 @@ class SiblingModules:
             if str(self._folder) in sys.path:  # the user's code may have changed the path itself
                 sys.path.remove(str(self._folder))
             for name in set(sys.modules) - before:
-                if self._is_sibling(sys.modules[name]):
+                # A package that the program had loaded before stays the program's.
+                if name.partition(".")[0] not in before and self._is_sibling(name):
                     self._modules[name] = sys.modules.pop(name)
             sys.modules.update(hidden)
 
-    def _is_sibling(self, module: ModuleType) -> bool:
-        spec = getattr(module, "__spec__", None)  # a module may have been replaced by anything
-        origin = spec.origin if spec is not None and spec.has_location else None
-        return origin is not None and self._folder in Path(origin).resolve().parents
+    def _is_sibling(self, name: str) -> bool:
+        """Whether a module lies at ``folder/<top-level name>``, not just anywhere below it."""
+        spec = getattr(sys.modules[name], "__spec__", None)  # may have been replaced by anything
+        if spec is None:
+            return False
+        places = list(spec.submodule_search_locations or [])
+        places += [spec.origin] if spec.has_location else []
+        top_level = name.partition(".")[0]
+        for place in map(Path, places):
+            if self._folder in place.resolve().parents:
+                first = place.resolve().relative_to(self._folder).parts[0]
+                if first.partition(".")[0] == top_level:
+                    return True
+        return False

@@ -57,7 +57,7 @@ def test_special_tokens_are_added_unless_a_chat_template_writes_them(
     data = load(path, tokenizer, apply_chat_template=True)
     assert data[0].text == "<user>hi\n<assistant>ho\n<user>a\n<assistant>"
     assert data[1].text == "<user>b\n<assistant>"
-    assert tokenizer.decode(data[1].token_ids) == data[1].text
+    assert tokenizer.decode(list(data[1].token_ids)) == data[1].text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_c52_overlong_prompts(
     left = load(path, tokenizer, max_prompt_len=limit, overlong_prompts="left")
     right = load(path, tokenizer, max_prompt_len=limit, overlong_prompts="right")
     assert (left[1].text, right[1].text) == (text[-limit:], text[:limit])
-    assert tokenizer.decode(left[1].token_ids) == text[-limit:]
+    assert tokenizer.decode(list(left[1].token_ids)) == text[-limit:]
     assert len(left[1].token_ids) == len(right[1].token_ids) == limit
     assert left.num_cut == right.num_cut == 1
     assert left[0].text == "x" * limit
