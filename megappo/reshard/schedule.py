@@ -130,14 +130,12 @@ def _fair_order(plan: Plan, copy: Ints, num_bytes: Ints) -> Ints:
     """
     ranks = plan.destination.world_size
     source, destination = plan.source_rank[copy], plan.destination_rank[copy]
-    by_pair = np.lexsort((plan.canonical[copy], destination, source))
-    pair = (source * ranks + destination)[by_pair]
-    first = np.flatnonzero(np.r_[True, pair[1:] != pair[:-1]])
-    count = np.diff(np.r_[first, len(pair)])
-    before = np.cumsum(num_bytes[by_pair]) - num_bytes[by_pair]
-    total = np.add.reduceat(num_bytes[by_pair], first) if len(pair) else count
-    progress = np.empty(len(pair))
-    progress[by_pair] = (before - before[first].repeat(count)) / total.repeat(count)
+    pairs, pair = np.unique(source * ranks + destination, return_inverse=True)
+    pair_bytes = np.bincount(pair, weights=num_bytes, minlength=len(pairs))
+    by_pair = np.lexsort((plan.canonical[copy], pair))
+    sent = np.empty(len(copy))
+    sent[by_pair] = np.cumsum(num_bytes[by_pair])
+    progress = (sent - np.cumsum(pair_bytes)[pair]) / pair_bytes[pair]
     order: Ints = np.lexsort(((destination - source) % ranks, progress))
     return order
 
