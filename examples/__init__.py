@@ -1,0 +1,1 @@
+"""Runnable examples: each folder holds a configuration, a reward function and its README."""
