@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megappo.mesh.settings import ExperienceMetrics, UpdateMetrics
 from megappo.metrics.aggregate import (
     eval_metrics,
     experience_metrics,
@@ -101,6 +104,24 @@ def test_experience() -> None:
         "train/kl": 0.1,
         "train/return": 0.4,
     }
+
+
+def test_every_statistic_of_the_mesh_has_a_name() -> None:
+    """A field that the mesh adds cannot be forgotten; docs/metrics.md lists every name."""
+    statistics = {field.name: 1.0 for field in fields(ExperienceMetrics)}
+    names = set(experience_metrics(statistics))
+    assert len(names) == len(statistics)
+    one = {field.name: 1.0 for field in fields(UpdateMetrics)} | {"skipped": 0.0}
+    actor, critic = update_metrics("actor", [one]), update_metrics("critic", [one])
+    known = len(one) - 1  # num_action_tokens is the weight
+    assert len(actor) == known - 1  # value_mean is the critic's alone
+    assert len(critic) == known - 4  # ratios, approx_kl and entropy are the policy's
+    groups = rollout_metrics(infos(1, 1), [0.0, 1.0], [{}, {}], [0, 0])
+    names |= actor.keys() | critic.keys() | groups.keys()
+    names |= eval_metrics(infos(1), [0.0], [{}]).keys()
+    names |= throughput(infos(1), {"timing/generation": 1.0, "timing/step_total": 1.0}).keys()
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
 
 
 def update(tokens: int, **values: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
 from pathlib import Path
@@ -247,3 +248,21 @@ def test_a_sibling_with_the_name_of_a_loaded_module(tmp_path: Path) -> None:
     path = returning(tmp_path, "[json.loads(s.response) for s in samples]", "import json")
     assert load_reward_function(path)(samples("1.5")) == [Score(1.5)]
     assert sys.modules["json"] is own
+
+
+def test_what_lies_deeper_or_was_loaded_before_stays_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment below the folder, and the program's own packages, are no siblings."""
+    site = tmp_path / ".venv" / "site-packages"
+    write(site, "", name="vendor_of_test/__init__.py")
+    write(site, "", name="vendor_of_test/lazy.py")
+    write(tmp_path, "", name="program_of_test/__init__.py")
+    write(tmp_path, "", name="program_of_test/lazy.py")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("program_of_test")
+    path = returning(tmp_path, "[1]", "import vendor_of_test.lazy, program_of_test.lazy, json")
+    load_reward_function(path)(samples("a"))
+    for package in ("vendor_of_test", "program_of_test"):
+        assert sys.modules.pop(f"{package}.lazy") and sys.modules.pop(package)
