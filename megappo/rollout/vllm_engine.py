@@ -89,8 +89,8 @@ class VLLMEngine:
     def add(self, requests: Sequence[SampleRequest], sampling: SamplingParams) -> None:
         """Queue requests; see ``Engine.add``."""
         self._require_whole_weights()
+        self._check(requests, sampling)
         for request in requests:
-            self._check(request, sampling)
             self._requests[request.sample_id] = request
             self._llm.add_request(
                 str(request.sample_id),
@@ -194,24 +194,29 @@ class VLLMEngine:
         if self._unusable is not None:
             raise EngineUnusableError(f"the engine refuses to generate: {self._unusable}")
 
-    def _check(self, request: SampleRequest, sampling: SamplingParams) -> None:
-        num_prompt, limit = len(request.prompt_ids), self.settings.max_model_len
-        if not num_prompt:
-            raise ValueError(f"sample {request.sample_id} has an empty prompt")
-        if num_prompt + sampling.max_new_tokens > limit:
-            raise ValueError(
-                f"sample {request.sample_id}: a prompt of {num_prompt} tokens and "
-                f"rollout.max_new_tokens = {sampling.max_new_tokens} exceed the engine's context "
-                f"of {limit} tokens (data.max_len)"
-            )
-        if max(request.prompt_ids) >= self._vocab_size:
-            raise ValueError(
-                f"sample {request.sample_id}: prompt token {max(request.prompt_ids)} is not in the "
-                f"model's vocabulary of {self._vocab_size} (tokenizer and config.json of "
-                "actor.model_name_or_path disagree)"
-            )
-        if request.sample_id in self._requests:
-            raise ValueError(f"sample {request.sample_id} is already running")
+    def _check(self, requests: Sequence[SampleRequest], sampling: SamplingParams) -> None:
+        """Refuse before anything is queued, so that an error leaves the engine as it was."""
+        limit = self.settings.max_model_len
+        seen = set(self._requests)
+        for request in requests:
+            num_prompt, who = len(request.prompt_ids), f"sample {request.sample_id}"
+            if not num_prompt:
+                raise ValueError(f"{who} has an empty prompt")
+            if num_prompt + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"{who}: a prompt of {num_prompt} tokens and rollout.max_new_tokens = "
+                    f"{sampling.max_new_tokens} exceed the engine's context of {limit} tokens "
+                    "(data.max_len)"
+                )
+            if max(request.prompt_ids) >= self._vocab_size:
+                raise ValueError(
+                    f"{who}: prompt token {max(request.prompt_ids)} is not in the model's "
+                    f"vocabulary of {self._vocab_size} (the tokenizer and config.json of "
+                    "actor.model_name_or_path disagree)"
+                )
+            if request.sample_id in seen:
+                raise ValueError(f"{who} is asked for twice")
+            seen.add(request.sample_id)
 
     def _finished(self, output: RequestOutput) -> FinishedSample:
         (completion,) = output.outputs
@@ -238,7 +243,7 @@ def _start(settings: EngineSettings) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(
+    llm = LLMEngine.from_engine_args(
         EngineArgs(
             model=settings.model_dir,
             skip_tokenizer_init=True,  # prompts and responses are token ids
@@ -258,6 +263,9 @@ def _start(settings: EngineSettings) -> LLMEngine:
             use_tqdm_on_load=False,
         )
     )
+    # Collected or at exit, vLLM would destroy the default process group: it is the mesh's.
+    cast(Any, llm.engine_core)._finalizer.detach()
+    return llm
 
 
 def _weight_update(llm: LLMEngine, dtype: str) -> WeightUpdate:
