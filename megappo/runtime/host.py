@@ -38,6 +38,7 @@ from megappo.weights.vllm import vllm_layout
 ACTOR = "actor"
 ENGINE = "engine"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,34 @@ class HostSettings:
     on_gpu: bool
 
 
+class Rendezvous:
+    """Where the ranks of a mesh meet: a socket that rank 0 holds open on one address only."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
+
+    def take(self) -> int:
+        """The listening file descriptor; whoever takes it closes it."""
+        return self._socket.detach()
+
+
+def join_mesh(
+    rank: int, world_size: int, master: tuple[str, int], rendezvous: Rendezvous | None
+) -> None:
+    """Make the default process group; ``rendezvous`` is rank 0's, None elsewhere."""
+    store = dist.TCPStore(
+        *master,
+        world_size=world_size,
+        is_master=rendezvous is not None,
+        timeout=JOIN_TIMEOUT,
+        master_listen_fd=None if rendezvous is None else rendezvous.take(),
+    )
+    dist.init_process_group(
+        backend(), store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
 class Host:
     """One rank's process, from joining the mesh to answering calls.
 
@@ -61,20 +90,21 @@ class Host:
         rank: this rank.
         settings: what to host.
         master: address and port that rank 0 listens on.
+        rendezvous: on rank 0, the socket behind ``master``.
     """
 
-    def __init__(self, rank: int, settings: HostSettings, master: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        settings: HostSettings,
+        master: tuple[str, int],
+        rendezvous: Rendezvous | None,
+    ) -> None:
         self._settings = settings
         self._rank = rank
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         set_device(0)  # a rank sees its own GPU alone
-        dist.init_process_group(
-            backend(),
-            init_method=f"tcp://{master[0]}:{master[1]}",
-            rank=rank,
-            world_size=settings.topology.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        join_mesh(rank, settings.topology.world_size, master, rendezvous)
         self._mesh = MeshRank(rank, settings.topology, settings.mesh)
         for role in settings.roles:
             self._mesh.add_role(role)
@@ -84,13 +114,6 @@ class Host:
             actor.shape, settings.topology.world_size, settings.engine.tensor_parallel_size
         )
         self._resharding = Executor(plan(actor.layout, engines), rank, device=device())
-
-    @staticmethod
-    def rendezvous(address: str) -> tuple[str, int]:
-        """``address`` with a port that is free there now."""
-        with socket.socket() as sock:
-            sock.bind((address, 0))
-            return address, int(sock.getsockname()[1])
 
     def call(self, call: RankCall) -> Any:
         """Run one method of a role or of the engine."""

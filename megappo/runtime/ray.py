@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.placement_group import remove_placement_group
@@ -26,11 +27,11 @@ from megappo.runtime.host import (
     Host,
     HostSettings,
     RankFaultError,
+    Rendezvous,
     faults_for_the_driver,
     redirect_output,
 )
 
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no tensor passes through it
 POLL_SECONDS = 0.5  # how often a wait lets Python handle signals
 
@@ -54,16 +55,18 @@ class RankActor:
     def __init__(self, rank: int, log_path: str) -> None:
         redirect_output(Path(log_path))
         self._rank = rank
+        self._rendezvous: Rendezvous | None = None
         self._host: Host | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Address and a free port of this rank, for the process group of the mesh."""
-        return Host.rendezvous(ray.util.get_node_ip_address())
+    def listen(self) -> tuple[str, int]:
+        """Open the socket at which the ranks meet; called on rank 0. Returns its address."""
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        return self._rendezvous.address
 
     def start(self, settings: HostSettings, master: tuple[str, int]) -> None:
         """Join the mesh and build roles and engine."""
         with faults_for_the_driver():
-            self._host = Host(self._rank, settings, master)
+            self._host = Host(self._rank, settings, master, self._rendezvous)
 
     def call(self, call: RankCall) -> Any:
         """Run one call."""
@@ -100,7 +103,7 @@ class RayRuntime:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         world = self._settings.topology.world_size
         placement, order = self._place(world)
-        environment = {"env_vars": rank_environment()}
+        environment = {"env_vars": rank_environment(loopback=self._ray.address is None)}
         actor_class = ray.remote(RankActor)
         for rank, bundle in enumerate(order):
             self._actors.append(
@@ -113,7 +116,7 @@ class RayRuntime:
                     ),
                 ).remote(rank, str(rank_log_path(self._log_dir, rank)))
             )
-        master = self._collect({self._actors[0].address.remote(): 0}, "mesh")[0]
+        master = self._collect({self._actors[0].listen.remote(): 0}, "mesh")[0]
         refs = {a.start.remote(self._settings, master): r for r, a in enumerate(self._actors)}
         self._collect(refs, "mesh")
 
@@ -131,9 +134,7 @@ class RayRuntime:
         """The group of the engines: a replica is one engine, its leader answers."""
         size = self._settings.engine.tensor_parallel_size
         leaders = list(range(0, self._settings.topology.world_size, size))
-        return RankGroup(
-            self, "engine", [list(range(r, r + size)) for r in leaders], leaders
-        )
+        return RankGroup(self, "engine", [list(range(r, r + size)) for r in leaders], leaders)
 
     def dispatch(self, calls: Mapping[int, RankCall]) -> dict[int, Any]:
         """See ``Runtime.dispatch``."""
@@ -161,13 +162,10 @@ class RayRuntime:
             "include_dashboard": False,
         }
         if self._ray.address is None:
-            options |= {
-                "address": "local",
-                "_node_ip_address": LOOPBACK,
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
+            options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
         else:
             options = {"address": self._ray.address, "log_to_driver": False}
+        _bind_to_loopback(self._ray.address is None)
         self._connected = True
         try:
             ray.init(**options)
@@ -232,14 +230,26 @@ class RayRuntime:
         )
 
 
-def rank_environment() -> dict[str, str]:
+def _bind_to_loopback(only: bool) -> None:
+    """Make a cluster that is started here listen on loopback, and nowhere else.
+
+    Ray takes the address of a public interface even where it is told 127.0.0.1, unless this
+    switch, which it has for other systems' firewalls, is off.
+    """
+    ray_constants.ENABLE_RAY_CLUSTER = not only
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0" if only else "1"
+
+
+def rank_environment(*, loopback: bool) -> dict[str, str]:
     """Environment of every rank process: one OpenMP thread, no network, quiet vendors."""
-    return {
+    interface = {"GLOO_SOCKET_IFNAME": "lo"} if loopback else {}
+    return interface | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",  # deprecations inside the vendors, once per call and rank
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
 

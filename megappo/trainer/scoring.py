@@ -16,6 +16,7 @@ from megappo.ppo.advantages import shape_scores, zero_spread_fraction
 from megappo.rewards.protocol import RewardFunction, RewardSample, Score
 from megappo.trainer.sampling import RolloutBatch
 
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """A rollout batch with its scores, one per sample in the batch's order.
@@ -31,6 +32,7 @@ class ScoredBatch:
     rewards: tuple[Score, ...]
     scores: torch.Tensor
     zero_spread: float
+
 
 def ask_rewards(reward: RewardFunction, rollouts: RolloutBatch) -> tuple[Score, ...]:
     """One reward per sample, empty responses included.
@@ -54,6 +56,7 @@ def ask_rewards(reward: RewardFunction, rollouts: RolloutBatch) -> tuple[Score, 
             ]
         )
     )
+
 
 def score(reward: RewardFunction, rollouts: RolloutBatch, args: Config) -> ScoredBatch:
     """Score a rollout batch for training. Raises what ``ask_rewards`` raises."""

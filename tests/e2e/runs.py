@@ -6,6 +6,7 @@ a user would, and ``leftovers`` finds the processes that a run should have ended
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -109,16 +110,38 @@ def train(config: Path, output_dir: Path, *overrides: str) -> Finished:
     return finish(start(config, output_dir, *overrides), output_dir)
 
 
-def leftovers(output_dir: Path) -> list[str]:
-    """Command lines of the processes of a run that are still there."""
+def processes(output_dir: Path) -> list[psutil.Process]:
+    """The processes of a run that are there now."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(output_dir):
-                found.append(" ".join(process.cmdline()))
+                found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def leftovers(output_dir: Path) -> list[str]:
+    """Command lines of the processes of a run that are still there."""
+    return [_command(process) for process in processes(output_dir)]
+
+
+def listening(output_dir: Path) -> set[str]:
+    """Addresses that the processes of a run listen on."""
+    found = set()
+    for process in processes(output_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections()
+            found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "(just ended)"
 
 
 def wait_for(condition: Callable[[], bool], timeout: float = 180) -> None:

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from megappo.cli import main
-from tests.e2e.runs import finish, flags, make_inputs, metrics, start, train, wait_for
+from tests.e2e.runs import (
+    finish,
+    flags,
+    listening,
+    make_inputs,
+    metrics,
+    processes,
+    start,
+    train,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +173,13 @@ def test_a_reward_that_fails_ends_the_run(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """The current phase ends, a checkpoint is written, and the run resumes from it."""
+    """The current phase ends, a checkpoint is written; meanwhile only loopback was listened on."""
     out = tmp_path / "out"
     long_run = flags({"train.num_episodes": 100})
     process = start(inputs / "ppo.yaml", out, *long_run)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2)
+    hosts = {host.removeprefix("::ffff:") for host in listening(out)}
+    assert hosts == {"127.0.0.1"}, hosts
     os.kill(process.pid, number)
     result = finish(process, out)
     assert result.code == 128 + number, result.errors
@@ -194,13 +206,4 @@ def test_a_rank_that_dies_is_named(inputs: Path, tmp_path: Path) -> None:
 
 def _rank_pid(out: Path) -> int:
     """Process of one of the ranks: Ray names actors' processes after their class."""
-    import psutil
-
-    for process in psutil.process_iter():
-        try:
-            mine = process.environ().get("MEGAPPO_TEST_RUN") == str(out)
-            if mine and "RankActor" in " ".join(process.cmdline()):
-                return int(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    raise AssertionError("no rank was found")
+    return next(int(p.pid) for p in processes(out) if "RankActor" in " ".join(p.cmdline()))
