@@ -62,23 +62,8 @@ def plan_batch(
     num_samples = len(lengths)
     _check_budget(prompts, responses, token_budget)
 
-    order = np.random.default_rng(seed).permutation(num_samples)
-    steps = np.empty(num_samples, np.int64)
-    steps[order] = np.arange(num_samples) // train_batch_size
-    num_steps = -(-num_samples // train_batch_size)
-
-    replicas = np.empty(num_samples, np.int64)
-    micro_batches = np.empty(num_samples, np.int64)
-    counts = np.empty(num_steps, np.int64)
-    for step in range(num_steps):
-        members = np.flatnonzero(steps == step)
-        replicas[members] = _balance(lengths[members], num_replicas)
-        shares = [members[replicas[members] == replica] for replica in range(num_replicas)]
-        fits = [_first_fit(lengths[share], token_budget) for share in shares]
-        counts[step] = max(int(fit.max(initial=0)) + 1 for fit in fits)
-        for share, fit in zip(shares, fits, strict=True):
-            micro_batches[share] = _fill(lengths[share], int(counts[step]), token_budget, fit)
-
+    steps = _assign_steps(num_samples, train_batch_size, seed)
+    replicas, micro_batches, counts = _place(lengths, steps, num_replicas, token_budget)
     plan = BatchPlan(
         key=key,
         sample_ids=np.asarray(sample_ids, np.int64),
@@ -95,6 +80,32 @@ def plan_batch(
     assert all(len(column) == num_samples for column in columns), "columns differ in length"
     assert len(np.unique(plan.sample_ids)) == num_samples, "sample ids repeat"
     return plan
+
+
+def _assign_steps(num_samples: int, train_batch_size: int, seed: int) -> _Ints:
+    """Optimizer step of each sample, drawn from the seed and the counts alone."""
+    order = np.random.default_rng(seed).permutation(num_samples)
+    steps = np.empty(num_samples, np.int64)
+    steps[order] = np.arange(num_samples) // train_batch_size
+    return steps
+
+
+def _place(
+    lengths: _Ints, steps: _Ints, num_replicas: int, token_budget: int
+) -> tuple[_Ints, _Ints, _Ints]:
+    """Replica [N] and micro-batch [N] of each sample, and micro-batches of each step."""
+    replicas = np.empty(len(lengths), np.int64)
+    micro_batches = np.empty(len(lengths), np.int64)
+    counts = np.empty(int(steps.max(initial=-1)) + 1, np.int64)
+    for step in range(len(counts)):
+        members = np.flatnonzero(steps == step)
+        replicas[members] = _balance(lengths[members], num_replicas)
+        shares = [members[replicas[members] == replica] for replica in range(num_replicas)]
+        fits = [_first_fit(lengths[share], token_budget) for share in shares]
+        counts[step] = max(int(fit.max(initial=0)) + 1 for fit in fits)
+        for share, fit in zip(shares, fits, strict=True):
+            micro_batches[share] = _fill(lengths[share], int(counts[step]), token_budget, fit)
+    return replicas, micro_batches, counts
 
 
 def _check_budget(prompts: _Ints, responses: _Ints, token_budget: int) -> None:

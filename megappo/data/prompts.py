@@ -28,8 +28,8 @@ from megappo.records import Prompt
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1024
-"""Rows tokenised together while the file is checked."""
+_CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 18
+"""Most rows and text tokenised together while the file is checked."""
 _PROGRESS_SECONDS = 5.0
 """A check that takes longer than this reports its progress on stderr."""
 
@@ -120,7 +120,7 @@ class PromptDataset:
         size = self._path.stat().st_size
         pending: list[tuple[int, int, str]] = []
         last_report = time.monotonic()
-        end = 0
+        end = characters = 0
         for line, raw in enumerate(self._file, start=1):
             offset, end = end, end + len(raw)
             if not raw.removeprefix(codecs.BOM_UTF8).strip():
@@ -130,11 +130,13 @@ class PromptDataset:
             self.num_rows += 1
             try:
                 pending.append((offset, line, self._read(raw, offset).text))
+                characters += len(pending[-1][2])
             except RowError as error:
                 self._accept(pending)  # so that the first fault of the file is the one reported
                 self._refuse(line, error)
-            if len(pending) >= _CHUNK:
+            if len(pending) >= _CHUNK_ROWS or characters >= _CHUNK_CHARACTERS:
                 self._accept(pending)
+                characters = 0
             if time.monotonic() - last_report > _PROGRESS_SECONDS:
                 last_report = time.monotonic()
                 share = f"{100 * end // max(size, 1)} % ({self.num_rows:,} rows)"
