@@ -1,0 +1,180 @@
+"""Checkpoints of actor and critic: exact on the same mesh, loadable on another.
+
+A mesh of TP2×PP2 trains one step, saves, and trains another one. The same mesh anew, and
+meshes of other sizes, load what was saved and train that second step: weights after loading
+are equal, and so is the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from megappo.checkpoint.sharded import load_random_state, load_role, save_random_state, save_role
+from megappo.data.packing import plan_batch
+from megappo.mesh.rank import MeshRank
+from megappo.mesh.settings import (
+    ExperienceSettings,
+    MeshSettings,
+    OptimizerSettings,
+    PolicyLossSettings,
+    RoleSettings,
+    ValueLossSettings,
+)
+from megappo.topology import Topology
+from tests.support.canonical import Shards, canonical_vector, local_weights
+from tests.support.models import make_llama
+from tests.support.ranks import run_ranks
+from tests.support.rollouts import KEY, held_by, make_rollouts
+
+FOLDER = TemporaryDirectory(prefix="checkpoint-")
+ADAM = OptimizerSettings(
+    lr=1e-2, lr_scheduler="cosine_with_min_lr", warmup_steps=1, total_steps=5, weight_decay=0.1
+)
+SAVED_ON = Topology(4, tp=2, pp=2)
+PROMPTS, RESPONSES = [3, 2, 4, 1, 5, 2], [5, 1, 6, 3, 2, 4]
+ROLES = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank: weights when the step began and when it ended, by role, and the rates."""
+
+    before: dict[str, Shards]
+    after: dict[str, Shards]
+    lr: list[float]
+    same_random_state: bool
+
+
+@cache
+def policy() -> str:
+    """A policy's folder."""
+    return str(make_llama(Path(FOLDER.name) / "model", layers=2, tied=True))
+
+
+def build(number: int, topology: Topology) -> MeshRank:
+    """Actor and critic with one batch loaded."""
+    rank = MeshRank(number, topology, MeshSettings())
+    rank.add_role(RoleSettings("actor", policy(), "lm", ADAM, PolicyLossSettings()))
+    rank.add_role(RoleSettings("critic", policy(), "value", ADAM, ValueLossSettings()))
+    return rank
+
+
+def train(rank: MeshRank) -> list[float]:
+    """One step of both roles on the batch; returns the learning rates."""
+    count = len(PROMPTS)
+    rank.store[KEY] = held_by(
+        make_rollouts(PROMPTS, RESPONSES), range(count) if not rank.rank else []
+    )
+    rank.load_batch(
+        plan_batch(
+            key=KEY,
+            sample_ids=range(100, 100 + count),
+            prompt_lens=PROMPTS,
+            response_lens=RESPONSES,
+            holder_ranks=[0] * count,
+            scores=[0.5, -1, 2, 0, 1, -2],
+            train_batch_size=count,
+            num_replicas=rank.topology.dp,
+            token_budget=64,
+            seed=1,
+        )
+    )
+    rank.compute_log_probs("actor")
+    rank.compute_values("critic")
+    rank.make_experience(ExperienceSettings(kl_coef=0.0))
+    return [rank.update(role, 0).lr for role in ROLES]
+
+
+def weights(rank: MeshRank) -> dict[str, Shards]:
+    """This rank's weights of both roles."""
+    return {role: local_weights(rank.roles[role]) for role in ROLES}
+
+
+def save(number: int, folder: str) -> Result:
+    """Train, save, train."""
+    rank = build(number, SAVED_ON)
+    train(rank)
+    for role in ROLES:
+        target = rank.roles[role]
+        save_role(Path(folder) / role, target.modules, target.optimizer, target.scheduler)
+    if number == 0:
+        (Path(folder) / "rng").mkdir()
+    torch.distributed.barrier()
+    save_random_state(Path(folder) / "rng")
+    return _step(rank, weights(rank), True)
+
+
+def _step(rank: MeshRank, before: dict[str, Shards], same: bool) -> Result:
+    rates = train(rank)
+    return Result(before, weights(rank), rates, same)
+
+
+def load(number: int, folder: str, topology: Topology) -> Result:
+    """Load, train."""
+    rank = build(number, topology)
+    for role in ROLES:
+        target = rank.roles[role]
+        load_role(Path(folder) / role, target.modules, target.optimizer, target.scheduler)
+    return _step(rank, weights(rank), load_random_state(Path(folder) / "rng"))
+
+
+@cache
+def saved() -> tuple[str, list[Result]]:
+    """The checkpoint's folder and what its mesh did next."""
+    folder = Path(FOLDER.name) / "step_1"
+    folder.mkdir()
+    return str(folder), run_ranks(SAVED_ON.world_size, save, str(folder))
+
+
+def joined(results: list[Result], part: str, role: str, topology: Topology) -> torch.Tensor:
+    """A role's weights in canonical coordinates."""
+    shards = [getattr(result, part)[role] for result in results]
+    return canonical_vector(shards, policy(), topology, value_head=role == "critic")
+
+
+@pytest.mark.parametrize(
+    "topology", [SAVED_ON, Topology(2, tp=2), Topology(2), Topology(1), Topology(2, pp=2)], ids=str
+)
+def test_any_mesh_goes_on_from_a_checkpoint(topology: Topology) -> None:
+    """Weights are bit-equal after loading; moments, schedule and step count carry on."""
+    folder, original = saved()
+    results = run_ranks(topology.world_size, load, folder, topology)
+    assert {tuple(r.lr) for r in results} == {tuple(r.lr) for r in original}
+    assert {r.same_random_state for r in results} == {topology.world_size == SAVED_ON.world_size}
+    for role in ROLES:
+        loaded = joined(results, "before", role, topology)
+        assert torch.equal(loaded, joined(original, "before", role, SAVED_ON))
+        expected = joined(original, "after", role, SAVED_ON)
+        after = joined(results, "after", role, topology)
+        if topology == SAVED_ON:
+            assert torch.equal(after, expected)
+        moved = float((expected - loaded).norm())
+        assert float((after - expected).norm()) <= 1e-2 * moved and moved > 0
+
+
+def load_from(number: int, folder: str) -> None:
+    """Load the actor alone."""
+    target = build(number, Topology(1)).roles["actor"]
+    load_role(Path(folder), target.modules, target.optimizer, target.scheduler)
+
+
+def save_without_optimizer(number: int, folder: str) -> None:
+    """Save the actor's model alone."""
+    save_role(Path(folder), build(number, Topology(1)).roles["actor"].modules, None, None)
+
+
+def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path) -> None:
+    """Moments are never silently fresh (C42); a folder that is no checkpoint is named."""
+    run_ranks(1, save_without_optimizer, str(tmp_path / "model_only"))
+    for folder, reason in (
+        ("model_only", "holds no optimizer state"),
+        ("nowhere", "not a Megatron-Core distributed checkpoint"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            run_ranks(1, load_from, str(tmp_path / folder))
