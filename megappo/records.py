@@ -185,7 +185,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one PPO step, named as OpenRLHF names them (``train/kl``, ``timing/generation``)."""
+    """Metrics of one PPO step, with OpenRLHF's names (``train/kl``, ``timing/generation``)."""
 
     step: int
     values: dict[str, float] = field(default_factory=dict)

@@ -7,6 +7,7 @@ steps; ``store.py`` makes its folder a checkpoint.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,27 @@ OPTIMIZER = "optimizer"
 SCHEDULE = "schedule"
 
 
-class InlineSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped vendor
+def inline_save_strategy() -> Any:
     """Megatron-Core's ``torch_dist`` format, written by the calling process.
 
     The library's own synchronous save forks writer processes and spawns a manager, which is
     unsafe next to Ray's and gloo's threads; this writes the same files with torch's writer.
     """
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    strategy.save = functools.partial(_write_shards, strategy)
+    return strategy
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Write this rank's shards and, on rank 0, the metadata. Collective."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        planner = MCoreSavePlanner(
-            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-        )
-        writer = FileSystemWriter(str(checkpoint_dir), sync_files=True)
-        save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+def _write_shards(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    """Write this rank's shards and, on rank 0, the metadata. Collective."""
+    state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        sharded_state_dict, strategy.keep_only_main_replica
+    )
+    planner = MCoreSavePlanner(
+        dedup_replicated_tensors=not strategy.keep_only_main_replica, flatten_state_dict=False
+    )
+    writer = FileSystemWriter(str(checkpoint_dir), sync_files=True)
+    save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
 def save_role(
@@ -67,7 +69,7 @@ def save_role(
     state = _sharded_state(modules, optimizer, is_loading=False)
     if scheduler is not None:
         state[SCHEDULE] = scheduler.state_dict()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=InlineSaveStrategy())
+    dist_checkpointing.save(state, str(folder), sharded_strategy=inline_save_strategy())
 
 
 def load_role(

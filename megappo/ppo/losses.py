@@ -135,7 +135,9 @@ def value_loss(
     error = (value - target).square()
     if value_clip is None:
         return ValueLoss(loss=0.5 * error, clipped=torch.zeros_like(target))
-    near = old + (value - old).clamp(-value_clip, value_clip)
+    moved = value - old
+    # Within the range the value itself, so that rounding is never taken for clipping.
+    near = torch.where(moved.abs() <= value_clip, value, old + moved.clamp(-value_clip, value_clip))
     clipped_error = (near - target).square()
     return ValueLoss(
         loss=0.5 * torch.maximum(error, clipped_error),

@@ -1,4 +1,4 @@
-"""What a run reads before any model loads: tokenizer, prompts, reward function, model shapes.
+"""What a run reads before any model loads: prompts, reward function, model shapes.
 
 ``load_inputs`` finds every fault of these here, in the driver, so that a run that cannot
 work ends before a rank starts. It is remembered for the last configuration, since both the
@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from megappo.config.checks import check
 from megappo.config.schema import Config
@@ -34,7 +32,6 @@ class RunInputs:
     that the critic starts from (the policy's, unless it has its own), None without a critic.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
@@ -94,7 +91,6 @@ def load_inputs(args: Config) -> RunInputs:
             key="eval.dataset",
         )
     return RunInputs(
-        tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(args.actor.model_name_or_path, tokenizer),
         prompts=prompts,
         eval_prompts=eval_prompts,

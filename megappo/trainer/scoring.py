@@ -12,7 +12,6 @@ import torch
 
 from megappo.config.schema import Config
 from megappo.ppo.advantages import shape_scores, zero_spread_fraction
-
 from megappo.rewards.protocol import RewardFunction, RewardSample, Score
 from megappo.trainer.sampling import RolloutBatch
 
