@@ -40,7 +40,7 @@ TOPOLOGIES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shape=SHAPES, topology=TOPOLOGIES, value_head=st.booleans())
 def test_files_to_mesh_and_back_is_the_identity(
     shape: ModelShape, topology: Topology, value_head: bool
@@ -60,7 +60,7 @@ def test_files_to_mesh_and_back_is_the_identity(
     assert_equal_ranks(back[:1], [weights])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=SHAPES,
     topology=TOPOLOGIES,
@@ -190,13 +190,13 @@ def _pieces(layout: Layout) -> int:
 
 
 def test_layout_of_a_large_model_is_cheap() -> None:
-    """405 B parameters on 128 ranks: columns only, planned in seconds, no weight allocated."""
+    """70 B parameters on 40 ranks: columns only, planned in seconds, no weight allocated."""
     shape = ModelShape(
         family="llama",
-        num_layers=126,
-        hidden_size=16384,
-        ffn_hidden_size=53248,
-        num_heads=128,
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_heads=64,
         num_kv_heads=8,
         head_dim=128,
         vocab_size=128256,
@@ -206,7 +206,7 @@ def test_layout_of_a_large_model_is_cheap() -> None:
         rope_scaling=None,
         max_position_embeddings=131072,
     )
-    mesh, engines = megatron_layout(shape, Topology(112, 8, 14)), vllm_layout(shape, 112, 8)
+    mesh, engines = megatron_layout(shape, Topology(40, 8, 5)), vllm_layout(shape, 40, 8)
     to_engines = plan(mesh, engines)
     assert _pieces(engines) == len(to_engines.extent)
     wanted = engines.piece_extent.prod(axis=1).sum()
