@@ -253,6 +253,9 @@ def _start(settings: EngineSettings) -> LLMEngine:
             dtype="float32" if settings.dtype == "fp32" else "bfloat16",
             max_model_len=settings.max_model_len,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            # Decides nothing beside an explicit cache size, except that vLLM would not start
+            # with less memory free; the trainer holds what it holds.
+            gpu_memory_utilization=0.01,
             max_num_seqs=settings.max_num_seqs,
             enable_prefix_caching=settings.enable_prefix_caching,
             enforce_eager=settings.enforce_eager,
