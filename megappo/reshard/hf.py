@@ -141,15 +141,8 @@ def export_hf(
     changes = _value_config(shape) if value_head else None
     together = _Together(rank, device, group)
     reader = together.on_rank_0(lambda: CheckpointReader(source_dir))
-    writer = together.on_rank_0(
-        lambda: CheckpointWriter(
-            out_dir,
-            canonical,
-            source_dir,
-            max_shard_bytes=max_shard_bytes,
-            config_changes=changes,
-        )
-    )
+    new_writer = partial(CheckpointWriter, max_shard_bytes=max_shard_bytes, config_changes=changes)
+    writer = together.on_rank_0(lambda: new_writer(out_dir, canonical, source_dir))
     try:
         for bucket in _buckets(canonical, bucket_bytes):
             whole = {} if reader is None else _empty(bucket, reader, device)

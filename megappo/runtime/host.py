@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megappo.checkpoint import sharded
 from megappo.config.errors import is_user_error
@@ -71,7 +72,7 @@ def join_mesh(
     rank: int, world_size: int, master: tuple[str, int], rendezvous: Rendezvous | None
 ) -> None:
     """Make the default process group; ``rendezvous`` is rank 0's, None elsewhere."""
-    store = dist.TCPStore(
+    store = TCPStore(
         *master,
         world_size=world_size,
         is_master=rendezvous is not None,

@@ -18,8 +18,12 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megappo.runtime.groups import RankCall, RankError, RankGroup, rank_log_path

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,6 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def flags(values: dict[str, object]) -> Sequence[str]:
+def flags(values: Mapping[str, object]) -> Sequence[str]:
     """``{"train.max_steps": 2}`` as command-line arguments."""
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]

@@ -31,7 +31,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _child(rank: int, world_size: int, port: int, fd: int, fn: Callable[..., Any], args: Any) -> None:
+def _child(
+    rank: int, world_size: int, port: int, fd: int, fn: Callable[..., Any], args: Any
+) -> None:
     os.setsid()
     os.environ.update(
         RANK=str(rank),
@@ -60,7 +62,9 @@ def _child(rank: int, world_size: int, port: int, fd: int, fn: Callable[..., Any
     os._exit(0)  # no interpreter shutdown: vLLM's and gloo's threads would hold it up
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
+) -> list[Any]:
     """Run ``fn(rank, *args)`` on every rank and return the results in rank order."""
     port = free_port()
     pipes: dict[int, int] = {}
