@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from examples.outcome import first_and_last, greedy_responses
 from examples.quickstart.prepare import ANSWER_DIGITS, prepare
 from megappo.cli import main as megappo
@@ -33,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of the policy and of PPO")
     options, overrides = parser.parse_known_args(argv)
 
+    disable_progress_bar()
     assets = prepare(ASSETS / f"seed{options.seed}", options.seed)
     keys = {
         "output_dir": options.output_dir,

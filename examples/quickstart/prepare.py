@@ -1,9 +1,10 @@
 """Makes what the quickstart needs: a byte-level tokenizer, a small policy, prompts.
 
-The policy is a 1 M-parameter Llama, supervised on two-digit addition until it gets about
-half of the problems right, so PPO has something to improve. Everything is a function of
-the seed and is made once. This module knows nothing about megappo: the result is an
-ordinary Hugging Face folder and two JSON-lines files, as a user would bring them.
+The policy is a 1 M-parameter Llama, supervised on two-digit addition by a careless teacher
+who mostly forgets to carry. So it can add but often does not, and PPO, which rewards right
+sums, has something to improve. Everything is a function of the seed and is made once. This
+module knows nothing about megappo: the result is an ordinary Hugging Face folder and two
+JSON-lines files, as a user would bring them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import os
 import random
 import shutil
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -26,12 +26,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VERSION = 1
+VERSION = 2
 """Counts changes of what is made here; folders of another version are remade."""
 
 NUM_EVAL = 200
-NUM_TRAIN = 8192
+NUM_TRAIN = 2048
 ANSWER_DIGITS = 3
+WARMUP_STEPS = 20
 
 _BOS, _EOS, _PAD = "<bos>", "<eos>", "<pad>"
 
@@ -50,15 +51,16 @@ class Assets:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How long and how hard the policy is supervised before PPO."""
+    """How the policy is supervised before PPO; the defaults take about a minute."""
 
     max_steps: int = 600
-    batch_size: int = 256
-    lr: float = 1e-3
-    warmup_steps: int = 20
-    target_accuracy: float = 0.45
-    """Stop once the mean accuracy of the last ``window`` batches reaches this."""
-    window: int = 10
+    target_loss: float = 0.12
+    """Stop when the mean loss of the last 10 batches is below this."""
+    batch_size: int = 128
+    lr: float = 2e-3
+    """Learning rate, after 20 steps of warm-up."""
+    carelessness: float = 0.8
+    """Share of the sums with a carry in which the teacher forgets it."""
 
 
 def prepare(folder: Path, seed: int, supervision: Supervision | None = None) -> Assets:
@@ -69,7 +71,7 @@ def prepare(folder: Path, seed: int, supervision: Supervision | None = None) -> 
     """
     assets = Assets(folder / "policy", folder / "train.jsonl", folder / "eval.jsonl")
     supervision = supervision or Supervision()
-    key = {"version": VERSION, "seed": seed, "supervision": supervision.__dict__}
+    key = {"version": VERSION, "seed": seed, "supervision": asdict(supervision)}
     if _made_with(folder) == key:
         return assets
     building = folder.with_name(f"{folder.name}.building-{os.getpid()}")
@@ -80,6 +82,7 @@ def prepare(folder: Path, seed: int, supervision: Supervision | None = None) -> 
     write_prompts(building / "train.jsonl", train[:NUM_TRAIN])
     tokenizer = byte_tokenizer()
     policy = new_policy(tokenizer, seed)
+    print("Supervising a small policy on additions: once, about a minute", flush=True)
     supervise(policy, tokenizer, train, seed, supervision)
     policy.save_pretrained(building / "policy")
     tokenizer.save_pretrained(building / "policy")
@@ -113,10 +116,11 @@ def split_problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, in
     return problems[NUM_EVAL:], problems[:NUM_EVAL]
 
 
-def prompt_and_answer(problem: tuple[int, int]) -> tuple[str, str]:
-    """``(7, 35)`` -> ``("07+35=", "042")``."""
+def prompt_and_answer(problem: tuple[int, int], *, carry: bool = True) -> tuple[str, str]:
+    """``(7, 35)`` -> ``("07+35=", "042")``; without the carry into the tens, ``"032"``."""
     a, b = problem
-    return f"{a:02d}+{b:02d}=", f"{a + b:0{ANSWER_DIGITS}d}"
+    total = a + b - (10 if not carry and a % 10 + b % 10 >= 10 else 0)
+    return f"{a:02d}+{b:02d}=", f"{total:0{ANSWER_DIGITS}d}"
 
 
 def write_prompts(path: Path, problems: list[tuple[int, int]]) -> None:
@@ -143,6 +147,7 @@ def new_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=128,
+        initializer_range=0.06,  # learns in a third of the steps that 0.02 takes
         **ids,
     )
     model = LlamaForCausalLM(config)
@@ -156,43 +161,41 @@ def supervise(
     problems: list[tuple[int, int]],
     seed: int,
     settings: Supervision,
-) -> float:
-    """Trains on answers with AdamW; returns the accuracy on the last batches.
-
-    Accuracy counts a problem as right when every answer token has the largest logit given
-    the true ones before it, which is when greedy decoding gets it right.
-    """
+) -> None:
+    """Trains the model with AdamW on the careless teacher's answers to random problems."""
     prompt_len = len(tokenizer(prompt_and_answer(problems[0])[0])["input_ids"])
-    texts = ["".join(prompt_and_answer(problem)) for problem in problems]
-    rows = [ids + [tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
-    tokens = torch.tensor(rows)
+    right = _tokens(tokenizer, problems, carry=True)
+    wrong = _tokens(tokenizer, problems, carry=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
-    recent: deque[float] = deque(maxlen=settings.window)
-    batches = _batches(len(problems), settings.batch_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    losses: deque[float] = deque(maxlen=10)
     model.train()
-    for step in range(settings.max_steps):
+    for step in range(1, settings.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (step + 1) / settings.warmup_steps)
-        batch = tokens[next(batches)]
-        answers = batch[:, prompt_len:]
+            group["lr"] = settings.lr * min(1.0, step / WARMUP_STEPS)
+        rows = torch.randint(len(problems), (settings.batch_size,), generator=generator)
+        careless = torch.rand(settings.batch_size, generator=generator) < settings.carelessness
+        batch = torch.where(careless[:, None], wrong[rows], right[rows])
         logits = model(input_ids=batch[:, :-1]).logits[:, prompt_len - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch[:, prompt_len:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        recent.append((logits.argmax(-1) == answers).all(dim=1).float().mean().item())
-        accuracy = sum(recent) / len(recent)
+        losses.append(loss.item())
+        mean_loss = sum(losses) / len(losses)
         if step % 50 == 0:
-            print(f"supervising: step {step}, loss {loss.item():.3f}, accuracy {accuracy:.2f}")
-        if len(recent) == settings.window and accuracy >= settings.target_accuracy:
+            print(f"  step {step}, loss {mean_loss:.3f}", flush=True)
+        if len(losses) == losses.maxlen and mean_loss < settings.target_loss:
             break
     model.eval()
-    return accuracy
 
 
-def _batches(num_rows: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless shuffled row indices, int64 [batch_size]."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(num_rows, generator=generator).split(batch_size)[:-1]
+def _tokens(
+    tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]], *, carry: bool
+) -> torch.Tensor:
+    """Prompt, answer and eos of each problem: int64 [problems, tokens], all of equal length."""
+    texts = ["".join(prompt_and_answer(problem, carry=carry)) for problem in problems]
+    return torch.tensor([ids + [tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]])
