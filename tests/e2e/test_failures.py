@@ -103,7 +103,10 @@ VALUE_CASES = [
     ),
     ({"megatron.world_size": 3, "megatron.tensor_model_parallel_size": 2}, ["world_size"]),
     ({"megatron.world_size": 2, "vllm.num_engines": 1}, ["vllm.num_engines", "2"]),
-    ({"data.max_len": 512}, ["data.max_len = 512", "max_position_embeddings = 256"]),
+    (
+        {"data.max_len": 512, "train.max_tokens_per_gpu": 512},
+        ["data.max_len = 512", "max_position_embeddings = 256"],
+    ),
     ({"megatron.world_size": 3, "vllm.tensor_parallel_size": 3}, ["vllm.tensor_parallel_size"]),
     ({"rollout.top_p": 0.9}, ["rollout.top_p"]),
     ({"no.such_key": 1}, ["no.such_key"]),

@@ -1,0 +1,104 @@
+"""The whole program on larger meshes, and on a Ray cluster that somebody else started.
+
+The same seed on every mesh gives the same prompts and the same requests; tokens are drawn by
+engines of other sizes, so metrics agree to what their arithmetic allows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import flags, make_inputs, metrics, processes, train
+from tests.support.ranks import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MESHES: dict[str, dict[str, Any]] = {
+    "tp2-pp2": {"megatron.world_size": 4, "vllm.tensor_parallel_size": 2},
+    "tp2-pp2-dp2": {"megatron.world_size": 8, "vllm.tensor_parallel_size": 1},
+}
+SIZES = {
+    "megatron.tensor_model_parallel_size": 2,
+    "megatron.pipeline_model_parallel_size": 2,
+    "megatron.sequence_parallel": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs, and the run of one rank in ``one``."""
+    made = tmp_path_factory.mktemp("meshes")
+    make_inputs(made)
+    result = train(made / "ppo.yaml", made / "one", *flags({"train.max_steps": 2}))
+    assert result.code == 0, result.errors
+    return made
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_runs_the_same_program(folder: Path, name: str) -> None:
+    """Rewards of the first rollouts are the one rank's, and so is the first update."""
+    overrides = flags({"train.max_steps": 2} | SIZES | MESHES[name])
+    result = train(folder / "ppo.yaml", folder / name, *overrides)
+    assert result.code == 0, result.errors
+    assert result.leftovers == []
+    one, mesh = metrics(folder / "one"), metrics(folder / name)
+    assert mesh[0] == pytest.approx(one[0], rel=1e-6)
+    for key in ("train/reward", "train/policy_loss", "train/critic_loss", "train/actor_grad_norm"):
+        assert mesh[1][key] == pytest.approx(one[1][key], rel=1e-3, abs=1e-5), key
+    assert abs(mesh[1]["train/kl"]) < 1e-5
+    assert mesh[1]["train/vllm_logprobs_diff"] < 1e-3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of its own, started from the command line."""
+    address = f"127.0.0.1:{free_port()}"
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    environment = os.environ | {"MEGAPPO_TEST_RUN": "cluster", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    head = subprocess.Popen(
+        [*ray, "start", "--head", "--block", "--port", address.split(":")[1], "--num-cpus", "2"]
+        + ["--include-dashboard", "false", "--object-store-memory", str(128 * 1024**2)]
+        + ["--temp-dir", str(tmp_path / "ray")],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield address
+    head.terminate()
+    head.wait(timeout=30)
+    for process in processes(Path("cluster")):
+        process.kill()
+
+
+def test_a_run_joins_a_cluster_and_leaves_it_running(folder: Path, cluster: str) -> None:
+    """``--ray_address``: the ranks run there, and the cluster is still there afterwards."""
+    overrides = flags({"train.max_steps": 1, "ray_address": cluster})
+    for name in ("joined", "joined_again"):
+        result = train(folder / "ppo.yaml", folder / name, *overrides)
+        assert result.code == 0, result.errors
+        assert metrics(folder / name)[1] == metrics(folder / "joined")[1]
+
+
+def test_an_address_where_nothing_answers_is_named(folder: Path) -> None:
+    """One line with the key."""
+    address = f"127.0.0.1:{free_port()}"
+    result = train(folder / "ppo.yaml", folder / "nowhere", "--ray_address", address)
+    assert result.code == 2
+    assert f"ray_address = {address}" in result.errors.strip().splitlines()[-1]
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_numbers(folder: Path) -> None:
+    """Needed and available resources are named within the time allowed."""
+    overrides = flags({"ray.num_cpus_per_rank": 64, "ray.placement_timeout": 5})
+    result = train(folder / "ppo.yaml", folder / "too_big", *overrides)
+    assert result.code == 2
+    last = result.errors.strip().splitlines()[-1]
+    assert "64" in last and "ray.placement_timeout" in last and "offered" in last
