@@ -138,9 +138,10 @@ class VLLMEngine:
             EngineUnusableError: the weights are between two versions.
         """
         samples = draw(self, request.requests, request.sampling)
-        texts = self._tokenizer.batch_decode(
-            [list(sample.token_ids) for sample in samples], skip_special_tokens=True
-        )
+        texts = [  # batch_decode takes no sequences for one empty sequence
+            self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+            for sample in samples
+        ]
         infos = [
             SampleInfo(
                 sample_id=sample.sample_id,

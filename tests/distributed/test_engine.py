@@ -129,6 +129,8 @@ def observe_one(rank: int, folder: Path) -> Seen:
     while engine.num_unfinished:
         seen.survivors += engine.step()
     assert draw(engine, [], SamplingParams(1.0, 4, ())) == []
+    nothing, no_infos = generate(engine, ())  # an engine that has no share of a small batch
+    assert nothing.tokens.numel() == 0 and no_infos == []
     engine.begin_update()
     with mock.patch.object(engine._llm, "reset_prefix_cache", return_value=False):
         seen.no_updates.append(complaint(EngineUnusableError, lambda: engine.finish_update(1)))

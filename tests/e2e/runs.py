@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -97,7 +96,7 @@ def finish(process: subprocess.Popen[str], output_dir: Path, timeout: float = 24
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(output_dir)
         raise
     deadline = time.monotonic() + 10  # Ray's processes take a moment to see their driver gone
     while (left := leftovers(output_dir)) and time.monotonic() < deadline:
@@ -122,6 +121,13 @@ def processes(output_dir: Path) -> list[psutil.Process]:
     return found
 
 
+def kill(output_dir: Path) -> None:
+    """End a run and everything that it started, at once."""
+    for process in processes(output_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def leftovers(output_dir: Path) -> list[str]:
     """Command lines of the processes of a run that are still there."""
     return [_command(process) for process in processes(output_dir)]
@@ -144,7 +150,7 @@ def _command(process: psutil.Process) -> str:
         return "(just ended)"
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 180) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float = 240) -> None:
     """Wait until ``condition`` holds."""
     deadline = time.monotonic() + timeout
     while not condition():

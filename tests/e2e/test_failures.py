@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megappo.cli import main
 from tests.e2e.runs import (
     finish,
     flags,
+    kill,
     listening,
     make_inputs,
     metrics,
@@ -180,7 +182,7 @@ def test_a_signal_saves_and_ends(inputs: Path, tmp_path: Path, number: signal.Si
     out = tmp_path / "out"
     long_run = flags({"train.num_episodes": 100})
     process = start(inputs / "ppo.yaml", out, *long_run)
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2)
+    _wait_for_steps(process, out)
     hosts = {host.removeprefix("::ffff:") for host in listening(out)}
     assert hosts == {"127.0.0.1"}, hosts
     os.kill(process.pid, number)
@@ -198,13 +200,27 @@ def test_a_rank_that_dies_is_named(inputs: Path, tmp_path: Path) -> None:
     process = start(
         inputs / "ppo.yaml", out, *flags({"train.num_episodes": 100, "megatron.world_size": 2})
     )
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2)
+    _wait_for_steps(process, out)
     os.kill(_rank_pid(out), signal.SIGKILL)
     result = finish(process, out)
     assert result.code == 1, result.errors
     last = result.errors.strip().splitlines()[-1]
     assert "rank" in last and "died" in last and "rank_" in last
     assert result.leftovers == []
+
+
+def _wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
+    """Wait until the run has done a step; one that ends or hangs before is ended here."""
+
+    def stepped() -> bool:
+        assert process.poll() is None, process.communicate()
+        return (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2
+
+    try:
+        wait_for(stepped)
+    except AssertionError:
+        kill(out)
+        raise
 
 
 def _rank_pid(out: Path) -> int:

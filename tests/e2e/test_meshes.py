@@ -62,7 +62,6 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     environment = os.environ | {"MEGAPPO_TEST_RUN": "cluster", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     head = subprocess.Popen(
         [*ray, "start", "--head", "--block", "--port", address.split(":")[1], "--num-cpus", "2"]
         + ["--include-dashboard", "false", "--object-store-memory", str(128 * 1024**2)]
