@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.support.models import make_llama
 
@@ -170,3 +172,8 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
 def flags(values: Mapping[str, object]) -> Sequence[str]:
     """``{"train.max_steps": 2}`` as command-line arguments."""
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.runs import Finished, flags, make_inputs, metrics, train
+from tests.e2e.runs import Finished, flags, make_inputs, metrics, train, weights
 
 MESH = {
     "megatron.world_size": 2,
@@ -67,11 +66,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     (saved / "latest").write_text("step_2\n")
     made.train("resumed", *saving, *flags({"ckpt.load_enable": True}))
     yield made
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
