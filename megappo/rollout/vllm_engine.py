@@ -139,7 +139,7 @@ class VLLMEngine:
         """
         samples = draw(self, request.requests, request.sampling)
         texts = [  # batch_decode takes no sequences for one empty sequence
-            self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+            str(self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
             for sample in samples
         ]
         infos = [
