@@ -92,6 +92,7 @@ def load_role(
     if optimizer is not None:
         optimizer.load_state_dict(loaded[OPTIMIZER])
     if scheduler is not None:
+        scheduler.num_steps = 0  # Megatron adds the steps that it loads to those done
         scheduler.load_state_dict(loaded[SCHEDULE])
 
 

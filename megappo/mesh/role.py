@@ -175,6 +175,10 @@ class Role:
             ),
             self.chunks,
         )
+        # Zero moments now, not at the first step: a role that has not been trained yet (frozen,
+        # or stopped by a signal before it) is saved and loaded like any other.
+        for part in self.optimizer.chained_optimizers:
+            part.init_state_fn(part.optimizer, part.config)
         cosine = optimizer.lr_scheduler == "cosine_with_min_lr"
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,

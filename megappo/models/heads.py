@@ -1,7 +1,7 @@
 """The scalar head that turns a decoder into a value model.
 
-Takes the place of the output layer on the last pipeline stage. Float32 and replicated over
-tensor ranks; correct under sequence parallelism.
+Takes the place of the output layer on the last pipeline stage. Computes in float32, replicated
+over tensor ranks; correct under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class ValueHead(nn.Module):
     """One float per token: ``hidden @ weight.T`` in float32.
 
     The weight is named and shaped as a one-label classifier's ``score`` and starts as small
-    seeded noise, drawn without regard to the mesh, so that every layout starts alike.
+    seeded noise, drawn without regard to the mesh, so that every layout starts alike. It has the
+    type of the model's other parameters: Megatron's optimizers save a wrong state for a
+    parameter group of mixed types.
 
     Args:
         config: of the model.
@@ -30,7 +32,9 @@ class ValueHead(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(1, config.hidden_size, generator=generator)
-        self.weight = nn.Parameter((noise / (config.hidden_size + 1)).to(device()))
+        self.weight = nn.Parameter(
+            (noise / (config.hidden_size + 1)).to(device(), config.params_dtype)
+        )
         # Each tensor rank sees its part of the sequence: Megatron sums these gradients.
         vars(self.weight).update(sequence_parallel=config.sequence_parallel)
         self._gathers = config.sequence_parallel
@@ -52,7 +56,7 @@ class ValueHead(nn.Module):
         Returns:
             float32 [T, 1, 1] and no bias.
         """
-        values = hidden.float() @ self.weight.t()
+        values = hidden.float() @ self.weight.float().t()
         if self._gathers:
             # Every tensor rank computes the same loss, so its gradient is only cut, not summed.
             values = tensor_parallel.gather_from_sequence_parallel_region(

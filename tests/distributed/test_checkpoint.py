@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ from tests.support.models import make_llama
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import KEY, held_by, make_rollouts
 
+PLAIN = MeshSettings()
 FOLDER = TemporaryDirectory(prefix="checkpoint-")
 ADAM = OptimizerSettings(
     lr=1e-2, lr_scheduler="cosine_with_min_lr", warmup_steps=1, total_steps=5, weight_decay=0.1
@@ -57,9 +60,9 @@ def policy() -> str:
     return str(make_llama(Path(FOLDER.name) / "model", layers=2, tied=True))
 
 
-def build(number: int, topology: Topology) -> MeshRank:
-    """Actor and critic with one batch loaded."""
-    rank = MeshRank(number, topology, MeshSettings())
+def build(number: int, topology: Topology, settings: MeshSettings = PLAIN) -> MeshRank:
+    """Actor and critic."""
+    rank = MeshRank(number, topology, settings)
     rank.add_role(RoleSettings("actor", policy(), "lm", ADAM, PolicyLossSettings()))
     rank.add_role(RoleSettings("critic", policy(), "value", ADAM, ValueLossSettings()))
     return rank
@@ -127,6 +130,7 @@ def load(number: int, folder: str, topology: Topology) -> Result:
 @cache
 def saved() -> tuple[str, list[Result]]:
     """The checkpoint's folder and what its mesh did next."""
+    policy()  # made once, before the ranks are
     folder = Path(FOLDER.name) / "step_1"
     folder.mkdir()
     return str(folder), run_ranks(SAVED_ON.world_size, save, str(folder))
@@ -156,6 +160,56 @@ def test_any_mesh_goes_on_from_a_checkpoint(topology: Topology) -> None:
             assert torch.equal(after, expected)
         moved = float((expected - loaded).norm())
         assert float((after - expected).norm()) <= 1e-2 * moved and moved > 0
+
+
+def save_twice(number: int, folder: str, settings: MeshSettings) -> list[dict[str, Shards]]:
+    """Save before the first step and after it; weights when saved, and one step later."""
+    rank = build(number, Topology(1), settings)
+    seen = []
+    for name in ("untrained", "trained"):
+        for role in ROLES:
+            target = rank.roles[role]
+            save_role(
+                Path(folder) / name / role, target.modules, target.optimizer, target.scheduler
+            )
+        seen.append(weights(rank))
+        train(rank)
+        seen.append(weights(rank))
+    return seen
+
+
+def load_twice(number: int, folder: str, settings: MeshSettings) -> list[dict[str, Shards]]:
+    """The same weights from the two checkpoints, loaded into one mesh after another."""
+    rank = build(number, Topology(1), settings)
+    seen = []
+    for name in ("untrained", "trained"):
+        for role in ROLES:
+            target = rank.roles[role]
+            load_role(
+                Path(folder) / name / role, target.modules, target.optimizer, target.scheduler
+            )
+        seen.append(weights(rank))
+        train(rank)
+        seen.append(weights(rank))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_every_kind_of_optimizer_goes_on(
+    tmp_path: Path, dtype: Literal["bf16", "fp32"], distributed: bool
+) -> None:
+    """Also from before its first step: a frozen actor, or a run stopped before it trained."""
+    policy()  # made once, before the ranks are
+    settings = MeshSettings(dtype=dtype, use_distributed_optimizer=distributed)
+    expected = run_ranks(1, save_twice, str(tmp_path), settings)[0]
+    found = run_ranks(1, load_twice, str(tmp_path), settings)[0]
+    for left, right in zip(found, expected, strict=True):
+        for role in ROLES:
+            assert left[role].keys() == right[role].keys()
+            assert all(np.array_equal(left[role][n], right[role][n]) for n in left[role])
+    untrained, trained = (next(iter(seen["critic"].values())) for seen in expected[:2])
+    assert not np.array_equal(untrained, trained)
 
 
 def load_from(number: int, folder: str) -> None:
