@@ -40,7 +40,10 @@ class CheckpointStore:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover)
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
         folder = self.root / f"{_TEMPORARY}step_{step}"
         folder.mkdir()
         return folder
@@ -63,7 +66,9 @@ class CheckpointStore:
         _sync_folder(self.root)
         if replaced.exists():
             shutil.rmtree(replaced)
-        for step_to_drop in self.steps()[: -self._max_num]:
+        # Steps beyond this one were saved by an earlier run into the same folder.
+        by_age = sorted(self.steps(), key=lambda other: (other <= step, other))
+        for step_to_drop in by_age[: -self._max_num]:
             shutil.rmtree(self.root / f"step_{step_to_drop}")
         return target
 

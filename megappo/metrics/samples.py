@@ -42,6 +42,14 @@ class SampleRow:
     named: Mapping[str, float] = field(default_factory=dict)
 
 
+def forget_samples(folder: str | Path, after_step: int) -> None:
+    """Remove the files of later steps, which an earlier run left."""
+    for path in Path(folder).glob("step_*.jsonl"):
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal() and int(step) > after_step:
+            path.unlink()
+
+
 def write_samples(folder: str | Path, step: int, rows: Sequence[SampleRow]) -> Path:
     """Write ``folder/step_N.jsonl``, in the place of an older one, and return its path."""
     path = Path(folder) / f"step_{step}.jsonl"

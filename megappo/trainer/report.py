@@ -28,6 +28,7 @@ from megappo.trainer.scoring import ScoredBatch
 TrainedRole = Literal["actor", "critic"]
 ACTOR: TrainedRole = "actor"
 CRITIC: TrainedRole = "critic"
+SAMPLES = "samples"
 
 
 class StepReport:
@@ -103,4 +104,4 @@ def keep_samples(output_dir: Path, step: int, scored: ScoredBatch) -> None:
         for index, (info, score) in enumerate(zip(rollouts.samples, scored.rewards, strict=True))
         for prompt in [rollouts.prompt_of(index)]
     ]
-    write_samples(output_dir / "samples", step, rows)
+    write_samples(output_dir / SAMPLES, step, rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ class StopSignal:
     """Context manager that turns SIGINT and SIGTERM into a question.
 
     ``received`` is the signal's number, or None. Handlers are restored at exit. Outside the
-    main thread signals cannot be handled, and nothing is installed by then.
+    main thread Python handles no signals: nothing is installed and nothing is ever requested.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> StopSignal:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
         return self

@@ -30,6 +30,7 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     """An interrupted save leaves nothing once another one has begun."""
     store = CheckpointStore(tmp_path, max_num=3)
     (store.begin(1) / "data").write_text("half")
+    (tmp_path / ".writing_latest").write_text("step_")
     save(store, 2)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_2"]
 
@@ -41,6 +42,17 @@ def test_retention(tmp_path: Path, max_num: int, kept: list[int]) -> None:
     for step in (2, 4, 6, 8):
         save(store, step)
     assert store.steps() == kept
+
+
+def test_what_was_just_saved_is_never_dropped(tmp_path: Path) -> None:
+    """A new run in the folder of a longer one: the old one's checkpoints go, oldest first."""
+    old, new = CheckpointStore(tmp_path, max_num=3), CheckpointStore(tmp_path, max_num=3)
+    for step in (90, 95, 100):
+        save(old, step)
+    for step, kept in ((2, [2, 95, 100]), (4, [2, 4, 100]), (6, [2, 4, 6]), (8, [4, 6, 8])):
+        save(new, step)
+        assert new.steps() == kept
+        assert new.latest() == tmp_path / f"step_{step}"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.metrics.samples import SampleRow, write_samples
+from megappo.metrics.samples import SampleRow, forget_samples, write_samples
 
 
 def row(response: str, label: object = None) -> SampleRow:
@@ -49,3 +49,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_samples(tmp_path, 1, [row("new"), row("bad", label=object())])
     assert json.loads((tmp_path / "step_1.jsonl").read_text())["response"] == "old"
+
+
+@pytest.mark.parametrize(("after", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 9]), (10, [1, 2, 9])])
+def test_samples_of_later_steps_are_forgotten(tmp_path: Path, after: int, kept: list[int]) -> None:
+    """What an earlier run left beyond the step goes; other files stay, a missing folder is fine."""
+    for step in (1, 2, 9):
+        write_samples(tmp_path, step, [row("x")])
+    (tmp_path / "step_best.jsonl").write_text("mine")
+    forget_samples(tmp_path, after)
+    forget_samples(tmp_path / "nowhere", after)
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == sorted([*(f"step_{step}.jsonl" for step in kept), "step_best.jsonl"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,3 +28,16 @@ def test_without_a_signal_nothing_is_asked() -> None:
     """A run that nobody stops is not stopped."""
     with StopSignal() as stop:
         assert stop.received is None
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    """A run in a thread of a notebook or a service goes its way."""
+
+    def enter() -> bool:
+        with StopSignal() as stop:
+            return stop.requested
+
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() is False
+    assert signal.getsignal(signal.SIGTERM) is before
