@@ -90,6 +90,11 @@ class PromptStream:
         """Batches of the whole run, those before a resume included."""
         return -(-self._total // self._batch_size)
 
+    @property
+    def num_steps_left(self) -> int:
+        """Batches that are still to come."""
+        return -(-(self._total - self._consumed) // self._batch_size)
+
     def __iter__(self) -> PromptStream:
         """The stream itself: it goes on where it is."""
         return self

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from megappo.checkpoint.run_state import RunState, read_run_state, write_run_state
 from megappo.checkpoint.store import CheckpointStore
+from megappo.metrics.samples import forget_samples
 from megappo.records import Prompt, StepMetrics
-from megappo.trainer.report import StepReport, keep_samples
+from megappo.trainer.report import SAMPLES, StepReport, keep_samples
 from megappo.trainer.run_log import RunLog, open_run_log
 from megappo.trainer.scoring import ScoredBatch
 from megappo.trainer.stopping import StopSignal
@@ -50,7 +51,7 @@ class Session:
         args = trainer.args
         self._trainer = trainer
         self._args = args
-        self._output = Path(args.output_dir)
+        self._output = Path(args.output_dir).resolve()  # ranks may have another working folder
         self._store = CheckpointStore(
             Path(args.ckpt.path) if args.ckpt.path else self._output / "checkpoints",
             args.ckpt.max_num,
@@ -74,13 +75,14 @@ class Session:
             args, consumed=self._consumed, max_steps_per_episode=max_steps_per_episode
         )
         limit = args.train.max_steps
-        steps = self._stream.num_steps
+        steps = self.step + self._stream.num_steps_left
         self.total_steps = steps if limit is None else min(steps, limit)
 
     def __enter__(self) -> Session:
         self._output.mkdir(parents=True, exist_ok=True)
         if self._checkpoint is not None:
             self._restore(self._checkpoint)
+        forget_samples(self._output / SAMPLES, self.step)
         self._log: RunLog = open_run_log(
             self._args,
             total_steps=self.total_steps,
@@ -109,7 +111,7 @@ class Session:
 
     def evaluate_before_first_step(self) -> None:
         """Evaluate the policy that the run starts from; a resumed run did it before."""
-        if self.step == 0:
+        if self._checkpoint is None:
             values = self._trainer.evaluate()
             if values:
                 self._log.logger.log(StepMetrics(0, values))

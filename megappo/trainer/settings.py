@@ -44,7 +44,7 @@ def host_settings(args: Config) -> HostSettings:
         ),
         roles=_roles(args),
         engine=EngineSettings(
-            model_dir=args.actor.model_name_or_path,
+            model_dir=str(Path(args.actor.model_name_or_path).resolve()),
             tensor_parallel_size=args.vllm.tensor_parallel_size,
             dtype=args.megatron.params_dtype,
             max_model_len=args.data.max_len,

@@ -125,3 +125,11 @@ def test_the_end_stays_the_end() -> None:
     """A finished stream gives nothing more."""
     stream = stream_of(3, 2, 1, consumed=3)
     assert ids(stream) == [] and ids(stream) == []
+
+
+@pytest.mark.parametrize(("consumed", "left"), [(0, 5), (4, 4), (7, 4), (8, 3), (19, 1), (20, 0)])
+def test_steps_that_are_left(consumed: int, left: int) -> None:
+    """Counted from the position, which need not be at the end of a batch."""
+    stream = stream_of(10, 4, 2, consumed)
+    assert stream.num_steps_left == left == len(ids(stream))
+    assert stream.num_steps_left == 0
