@@ -8,11 +8,14 @@ what was found, what is expected. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from megappo.config.errors import ConfigError, show
+from megappo.config.keys import keys
 from megappo.config.ranges import RANGES
 from megappo.config.schema import Config
 
@@ -32,14 +35,17 @@ def check(config: Config) -> None:
     _check_lengths(config)
     _check_algorithm(config)
     _check_data(config)
-    _check_model_folder("actor.model_name_or_path", config.actor.model_name_or_path)
-    if config.critic.model_name_or_path is not None and config.algo.advantage.estimator == "gae":
-        _check_model_folder("critic.model_name_or_path", config.critic.model_name_or_path)
-    _check_prompt_file("data.prompt_dataset", config.data.prompt_dataset)
-    if config.eval.dataset is not None:
-        _check_prompt_file("eval.dataset", config.eval.dataset)
-    _check_reward(config.reward.remote_url)
-    _check_output(config)
+    for name, check_file in _FILE_CHECKS.items():
+        value = _get(config, name)
+        if value is None or (
+            name.startswith("critic.") and config.algo.advantage.estimator != "gae"
+        ):
+            continue
+        try:
+            check_file(name, value)
+        except OSError as error:
+            raise _fail(name, value, f"cannot be used ({error.strerror})") from error
+    _check_final_policy(config)
 
 
 def _get(config: Config, name: str) -> Any:
@@ -60,6 +66,9 @@ def _check_required(config: Config) -> None:
             raise ConfigError(f"{name} is required: {what}")
     if not config.output_dir:
         raise _fail("output_dir", config.output_dir, "expected the name of a folder")
+    for key in keys().values():
+        if key.type == str | None and _get(config, key.name) == "":
+            raise _fail(key.name, "", "expected text, or null")
 
 
 def _check_ranges(config: Config) -> None:
@@ -207,8 +216,7 @@ def _check_prompt_file(name: str, value: str) -> None:
     _check_file(name, value, Path(value), "a JSON-lines file of prompts")
 
 
-def _check_reward(value: str) -> None:
-    name = "reward.remote_url"
+def _check_reward(name: str, value: str) -> None:
     if value.lower().startswith(("http://", "https://")):
         raise _fail(name, value, "reward services are not supported yet; give a Python file")
     path, separator, function = value.rpartition(":")
@@ -221,11 +229,41 @@ def _check_reward(value: str) -> None:
     _check_file(name, value, Path(path), "a Python file with a reward function")
 
 
-def _check_output(config: Config) -> None:
-    for name, value in (("output_dir", config.output_dir), ("ckpt.path", config.ckpt.path)):
-        if value is None:
-            continue
-        path = Path(value)
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not existing.is_dir():
-            raise _fail(name, value, f"expected a folder, but {existing} is a file")
+def _check_output(name: str, value: str) -> None:
+    path = Path(value)
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise _fail(name, value, f"expected a folder, but {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _fail(name, value, f"nothing may be written into {existing}")
+
+
+def _check_final_policy(config: Config) -> None:
+    """What would only be found out when the run is over: that ``hf/`` cannot be written."""
+    final = Path(config.output_dir) / "hf"
+    if final.resolve() == Path(config.actor.model_name_or_path).resolve():
+        raise _fail(
+            "output_dir",
+            config.output_dir,
+            "its folder hf, which the final policy goes to, is actor.model_name_or_path itself; "
+            "give another output_dir",
+        )
+    replaceable = (final / "config.json").is_file() or (final.is_dir() and not any(final.iterdir()))
+    if final.exists() and not replaceable:
+        raise _fail(
+            "output_dir",
+            config.output_dir,
+            "the final policy goes to its folder hf, but what is there is no Hugging Face folder",
+        )
+
+
+_FILE_CHECKS: dict[str, Callable[[str, str], None]] = {
+    "actor.model_name_or_path": _check_model_folder,
+    "critic.model_name_or_path": _check_model_folder,
+    "data.prompt_dataset": _check_prompt_file,
+    "eval.dataset": _check_prompt_file,
+    "reward.remote_url": _check_reward,
+    "output_dir": _check_output,
+    "ckpt.path": _check_output,
+    "logger.tensorboard_dir": _check_output,
+}

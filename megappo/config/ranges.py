@@ -32,6 +32,7 @@ _POSITIVE = _above(0)
 _SHARE = Rule(lambda value: 0 <= value <= 1, "from 0 to 1")
 _BELOW_ONE = Rule(lambda value: 0 <= value < 1, "at least 0 and below 1")
 _EVERY = Rule(lambda value: value == -1 or value >= 1, "-1 or at least 1")
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises a temperature between 0 and this to it, unasked
 _SEED = Rule(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 # A pair of numbers is tested number by number; null always passes.
@@ -60,8 +61,9 @@ RANGES: dict[str, Rule] = {
     "rollout.n_samples_per_prompt": _COUNT,
     "rollout.max_new_tokens": _COUNT,
     "rollout.temperature": Rule(
-        lambda value: 0 < value < math.inf,
-        "above 0 (greedy rollouts have no probability ratio to learn from)",
+        lambda value: _LOWEST_TEMPERATURE <= value < math.inf,
+        f"at least {_LOWEST_TEMPERATURE} (greedy rollouts have no probability ratio to learn "
+        "from, and vLLM knows nothing in between)",
     ),
     "rollout.top_p": Rule(
         lambda value: value == 1, "1 (off): the trainer cannot reproduce cut-off log-probs yet"
@@ -87,14 +89,20 @@ RANGES: dict[str, Rule] = {
     "data.max_len": _COUNT,
     "data.max_samples": _COUNT,
     "eval.steps": _EVERY,
-    "eval.temperature": _NOT_NEGATIVE,
+    "eval.temperature": Rule(
+        lambda value: value == 0 or _LOWEST_TEMPERATURE <= value < math.inf,
+        f"0 (greedy) or at least {_LOWEST_TEMPERATURE}",
+    ),
     "eval.n_samples_per_prompt": _COUNT,
     "ckpt.save_steps": _EVERY,
     "ckpt.max_num": _COUNT,
     "megatron.world_size": _COUNT,
     "megatron.tensor_model_parallel_size": _COUNT,
     "megatron.pipeline_model_parallel_size": _COUNT,
-    "ray.num_cpus_per_rank": _NOT_NEGATIVE,
-    "ray.num_gpus_per_rank": _POSITIVE,
+    "ray.num_cpus_per_rank": _POSITIVE,
+    "ray.num_gpus_per_rank": Rule(
+        lambda value: 0 < value <= 1 or (value > 1 and float(value).is_integer()),
+        "a share of one GPU or a whole number",
+    ),
     "ray.placement_timeout": _POSITIVE,
 }

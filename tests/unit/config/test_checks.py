@@ -104,7 +104,12 @@ def _outside(expected: str) -> list[float]:
         return [-1, 2**32]
     if expected.startswith("from 0 to 1"):
         return [-1, 2]
-    return [int(expected.removeprefix("at least ")) - 1]
+    if expected.startswith("a share"):
+        return [0, 1.5]
+    if expected.startswith("0 (greedy)"):
+        return [-1, 0.001]
+    lowest = float(expected.removeprefix("at least ").split()[0])
+    return [int(lowest) - 1] if lowest.is_integer() else [0, lowest / 2]
 
 
 @pytest.mark.parametrize("key", RANGES)
@@ -300,7 +305,7 @@ def test_reward_function_by_name(make: Make, tmp_path: Path) -> None:
     assert "the file is empty" in refusal(make(reward__remote_url=tmp_path / "empty.py"))
 
 
-@pytest.mark.parametrize("key", ["output_dir", "ckpt.path"])
+@pytest.mark.parametrize("key", ["output_dir", "ckpt.path", "logger.tensorboard_dir"])
 def test_output_folders(make: Make, tmp_path: Path, key: str) -> None:
     """A file where a folder must be made, at the end of the path or on the way."""
     file = tmp_path / "file"
@@ -308,6 +313,45 @@ def test_output_folders(make: Make, tmp_path: Path, key: str) -> None:
     assert f"but {file} is a file" in refusal(make(**{key: file}))
     assert f"but {file} is a file" in refusal(make(**{key: file / "deep" / "er"}))
     check(make(**{key: tmp_path / "new" / "folder"}))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["actor.model_name_or_path", "critic.model_name_or_path", "data.prompt_dataset"]
+    + ["eval.dataset", "reward.remote_url", "output_dir", "ckpt.path"],
+)
+@pytest.mark.parametrize("name", ["x" * 300, "deep/" * 2000])
+def test_names_that_no_file_can_have(make: Make, key: str, name: str) -> None:
+    """What the operating system refuses is named by key as well."""
+    message = refusal(make(**{key: name + "/r.py"}))
+    assert message.startswith(f"{key} = ") and "File name too long" in message
+
+
+@pytest.mark.parametrize("key", [key.name for key in keys().values() if key.type == str | None])
+def test_empty_text_is_not_null(make: Make, key: str) -> None:
+    """``--ckpt.path ''`` (an unset shell variable) would mean something else for every key."""
+    assert refusal(make(**{key: ""})).startswith(f"{key} = '': expected text, or null")
+
+
+def test_the_final_policy_can_be_written(make: Make, tmp_path: Path) -> None:
+    """Found before the run, not after it: ``hf`` is the policy itself, a file, or other things."""
+    final = tmp_path / "out" / "hf"
+    final.parent.mkdir()
+    (tmp_path / "model").rename(final)
+    message = refusal(make(actor__model_name_or_path=final))
+    assert message.startswith("output_dir = ") and "actor.model_name_or_path itself" in message
+    other = {"output_dir": tmp_path / "other", "actor.model_name_or_path": final}
+    check(make(**other))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "hf").write_text("x")
+    assert "no Hugging Face folder" in refusal(make(**other))
+    (tmp_path / "other" / "hf").unlink()
+    (tmp_path / "other" / "hf").mkdir()
+    check(make(**other))
+    (tmp_path / "other" / "hf" / "notes.txt").write_text("x")
+    assert "no Hugging Face folder" in refusal(make(**other))
+    (tmp_path / "other" / "hf" / "config.json").write_text("{}")
+    check(make(**other))
 
 
 def test_checks_need_no_torch() -> None:
