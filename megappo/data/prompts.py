@@ -53,6 +53,7 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_prompt_len: int,
+        vocab_size: int | None = None,
         key: str = "data.prompt_dataset",
     ) -> None:
         """Check the whole file.
@@ -62,6 +63,7 @@ class PromptDataset:
             config: field names, templates, and what to do with bad or overlong rows.
             tokenizer: of the policy.
             max_prompt_len: most tokens a prompt may have (data.max_len - rollout.max_new_tokens).
+            vocab_size: of the policy; a prompt with a token beyond it is refused. None is any.
             key: configuration key of ``path``, for messages.
 
         Raises:
@@ -78,6 +80,7 @@ class PromptDataset:
         self._config = config
         self._tokenizer = tokenizer
         self._max_prompt_len = max_prompt_len
+        self._vocab_size = vocab_size
         self._reader = RowReader(config, tokenizer)
         self._offsets = array("q")
         self._lines = array("q")
@@ -145,11 +148,18 @@ class PromptDataset:
 
     def _accept(self, pending: list[tuple[int, int, str]]) -> None:
         """Check the lengths of rendered rows ``(offset, line, text)``; empties the list."""
-        lengths = [len(ids) for ids in self._tokenize([text for _, _, text in pending])]
-        for (offset, line, _), length in zip(pending, lengths, strict=True):
+        tokenized = self._tokenize([text for _, _, text in pending])
+        for (offset, line, _), ids in zip(pending, tokenized, strict=True):
+            length = len(ids)
             if length == 0:
                 self._refuse(line, RowError(f"{self._config.input_key!r} tokenises to nothing"))
                 continue
+            if self._vocab_size is not None and max(ids) >= self._vocab_size:
+                raise ValueError(
+                    f"{self._path}:{line}: the tokenizer gives token {max(ids)}, but the policy's "
+                    f"vocabulary has {self._vocab_size}: tokenizer and config.json of "
+                    "actor.model_name_or_path do not belong together"
+                )
             if length > self._max_prompt_len and not self._keep_overlong(line, length):
                 continue
             self._offsets.append(offset)

@@ -104,6 +104,12 @@ def draw(
     return [finished[request.sample_id] for request in requests]
 
 
+def response_ids(sample: FinishedSample) -> list[int]:
+    """The tokens of the response's text: a stop token is none, special or not."""
+    ended = sample.finish_reason == "stop"
+    return list(sample.token_ids[:-1] if ended else sample.token_ids)
+
+
 def pack(samples: Sequence[FinishedSample]) -> Rollouts:
     """Lay the samples end to end, in the order given; empty responses are kept."""
     prompt_lens = [len(sample.prompt_ids) for sample in samples]

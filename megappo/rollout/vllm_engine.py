@@ -32,6 +32,7 @@ from megappo.rollout.engine import (
     FinishedSample,
     draw,
     pack,
+    response_ids,
 )
 from megappo.rollout.process import import_vllm, launched_as, unchanged_random_state
 from megappo.rollout.update import WeightUpdate
@@ -139,7 +140,7 @@ class VLLMEngine:
         """
         samples = draw(self, request.requests, request.sampling)
         texts = [  # batch_decode takes no sequences for one empty sequence
-            str(self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True))
+            str(self._tokenizer.decode(response_ids(sample), skip_special_tokens=True))
             for sample in samples
         ]
         infos = [

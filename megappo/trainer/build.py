@@ -9,6 +9,7 @@ from megappo.config.schema import Config
 from megappo.runtime.ray import RayRuntime
 from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference
 from megappo.trainer.ppo_trainer import PPOTrainer
+from megappo.trainer.resume import resume_point
 from megappo.trainer.settings import ACTOR, CRITIC, REFERENCE, host_settings, ray_settings
 
 SIGNAL_EXIT_BASE = 128  # a process that a signal stopped exits with this plus its number
@@ -36,6 +37,7 @@ def make_runtime(args: Config) -> RayRuntime:
         RankError: a rank failed to start.
     """
     load_inputs(args)
+    resume_point(args)
     runtime = RayRuntime(host_settings(args), ray_settings(args), Path(args.output_dir) / "logs")
     try:
         runtime.start()

@@ -78,8 +78,18 @@ def load_inputs(args: Config) -> RunInputs:
     check_models(args, policy, critic)
     tokenizer = load_tokenizer(args.actor.model_name_or_path)
     max_prompt_len = args.data.max_len - args.rollout.max_new_tokens
+    stop_ids = stop_token_ids(args.actor.model_name_or_path, tokenizer)
+    if beyond := [token for token in stop_ids if token >= policy.vocab_size]:
+        raise ValueError(
+            f"actor.model_name_or_path = {args.actor.model_name_or_path}: eos_token_id {beyond[0]} "
+            f"is not in the vocabulary of {policy.vocab_size} (vocab_size in config.json)"
+        )
     prompts = PromptDataset(
-        args.data.prompt_dataset, args.data, tokenizer, max_prompt_len=max_prompt_len
+        args.data.prompt_dataset,
+        args.data,
+        tokenizer,
+        max_prompt_len=max_prompt_len,
+        vocab_size=policy.vocab_size,
     )
     eval_prompts = None
     if args.eval.dataset is not None:
@@ -88,10 +98,11 @@ def load_inputs(args: Config) -> RunInputs:
             args.data,
             tokenizer,
             max_prompt_len=max_prompt_len,
+            vocab_size=policy.vocab_size,
             key="eval.dataset",
         )
     return RunInputs(
-        stop_token_ids=stop_token_ids(args.actor.model_name_or_path, tokenizer),
+        stop_token_ids=stop_ids,
         prompts=prompts,
         eval_prompts=eval_prompts,
         reward=load_reward_function(args.reward.remote_url),

@@ -30,11 +30,16 @@ def check_models(args: Config, policy: ModelShape, critic: ModelShape | None) ->
                 f"of {critic.vocab_size}, the policy one of {policy.vocab_size}; the critic reads "
                 "the policy's tokens, so they must be equal"
             )
-    if args.data.max_len > policy.max_position_embeddings:
-        raise ValueError(
-            f"data.max_len = {args.data.max_len} is more than the policy's "
-            f"max_position_embeddings = {policy.max_position_embeddings}"
-        )
+    for whose, shape in (("policy", policy), ("critic", critic)):
+        if shape is not None and args.data.max_len > shape.max_position_embeddings:
+            raise ValueError(
+                f"data.max_len = {args.data.max_len} is more than the {whose}'s "
+                f"max_position_embeddings = {shape.max_position_embeddings}"
+            )
+    _check_engine(args, policy)
+
+
+def _check_engine(args: Config, policy: ModelShape) -> None:
     engine_tp = args.vllm.tensor_parallel_size
     if policy.num_heads % engine_tp:
         raise ValueError(
@@ -46,6 +51,14 @@ def check_models(args: Config, policy: ModelShape, critic: ModelShape | None) ->
         raise ValueError(
             f"vllm.tensor_parallel_size = {engine_tp} and the policy's {policy.num_kv_heads} "
             "key/value heads do not divide one another"
+        )
+    heads = max(policy.num_kv_heads // engine_tp, 1)
+    item = 4 if args.megatron.params_dtype == "fp32" else 2
+    needed = 2 * policy.num_layers * heads * policy.head_dim * item * args.data.max_len
+    if args.vllm.kv_cache_memory_bytes < needed:
+        raise ValueError(
+            f"vllm.kv_cache_memory_bytes = {args.vllm.kv_cache_memory_bytes} holds no sequence of "
+            f"data.max_len = {args.data.max_len} tokens; the policy needs at least {needed}"
         )
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megappo.checkpoint.run_state import RunState, read_run_state, write_run_state
-from megappo.checkpoint.store import CheckpointStore
+from megappo.checkpoint.run_state import RunState, write_run_state
 from megappo.metrics.samples import forget_samples
 from megappo.records import Prompt, StepMetrics
 from megappo.trainer.report import SAMPLES, StepReport, keep_samples
+from megappo.trainer.resume import checkpoint_store, resume_point
 from megappo.trainer.run_log import RunLog, open_run_log
 from megappo.trainer.scoring import ScoredBatch
 from megappo.trainer.stopping import StopSignal
@@ -52,14 +53,12 @@ class Session:
         self._trainer = trainer
         self._args = args
         self._output = Path(args.output_dir).resolve()  # ranks may have another working folder
-        self._store = CheckpointStore(
-            Path(args.ckpt.path) if args.ckpt.path else self._output / "checkpoints",
-            args.ckpt.max_num,
-        )
+        self._store = checkpoint_store(args)
         self.stop = StopSignal()
         self.metrics: dict[str, float] = {}
-        self._checkpoint = self._store.latest() if args.ckpt.load_enable else None
-        state = read_run_state(self._checkpoint) if self._checkpoint else None
+        point = resume_point(args)
+        self._checkpoint = None if point is None else point.folder
+        state = None if point is None else point.state
         if state is not None and consumed_samples:
             raise ValueError(
                 f"consumed_samples = {consumed_samples} was given, but {self._checkpoint} says "
@@ -79,17 +78,20 @@ class Session:
         self.total_steps = steps if limit is None else min(steps, limit)
 
     def __enter__(self) -> Session:
-        self._output.mkdir(parents=True, exist_ok=True)
-        if self._checkpoint is not None:
-            self._restore(self._checkpoint)
-        forget_samples(self._output / SAMPLES, self.step)
-        self._log: RunLog = open_run_log(
-            self._args,
-            total_steps=self.total_steps,
-            resumed_at=None if self._checkpoint is None else self.step,
-            wandb_run_id=self._wandb_run_id,
-        )
-        self.stop.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(self.stop)
+            self._output.mkdir(parents=True, exist_ok=True)
+            if self._checkpoint is not None:
+                self._restore(self._checkpoint)
+            forget_samples(self._output / SAMPLES, self.step)
+            self._log: RunLog = open_run_log(
+                self._args,
+                total_steps=self.total_steps,
+                resumed_at=None if self._checkpoint is None else self.step,
+                wandb_run_id=self._wandb_run_id,
+            )
+            stack.callback(self._log.logger.close)
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(
@@ -98,8 +100,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop.__exit__(kind, error, trace)
-        self._log.logger.close()
+        self._exit.close()
 
     def batches(self) -> Iterator[tuple[StepReport, list[Prompt]]]:
         """The steps that are left: the report of each (it knows its number) and its prompts."""

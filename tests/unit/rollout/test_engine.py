@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megappo.records import FinishReason, SampleRequest, SamplingParams
-from megappo.rollout.engine import FinishedSample, draw, pack
+from megappo.rollout.engine import FinishedSample, draw, pack, response_ids
 
 
 def sample(
@@ -86,3 +86,20 @@ def test_draw_returns_samples_in_the_order_of_the_requests(order: list[int]) -> 
     assert [s.sample_id for s in samples] == order
     assert [len(s.token_ids) for s in samples] == order
     assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "reason", "expected"),
+    [
+        ((5, 6, 2), "stop", [5, 6]),
+        ((2,), "stop", []),
+        ((5, 6, 7), "length", [5, 6, 7]),
+        ((5, 2, 6), "abort", [5, 2, 6]),
+        ((), "abort", []),
+    ],
+)
+def test_the_stop_token_is_no_text(
+    response: Sequence[int], reason: FinishReason, expected: list[int]
+) -> None:
+    """The reward sees no token that ended a response, be it special to the tokenizer or not."""
+    assert response_ids(sample(0, [1], response, reason)) == expected
