@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 from megappo.device.import_hook import install_megatron_shim
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,3 +22,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 install_megatron_shim()
+
+# A busy machine makes any example slow once in a while.
+settings.register_profile("megappo", deadline=None)
+settings.load_profile("megappo")
