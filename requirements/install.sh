@@ -61,10 +61,11 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$sum" ]]; then
     fail "could not install ${build[*]}; the end of $log says why"
   # torch alone may need PyTorch's index. It is asked only second: where it cannot be
   # reached, pip would retry it for every single package.
-  run "$torch" pip install --no-deps "$torch" ||
+  # --no-compile: most modules are never imported, and the others compile when they are.
+  run "$torch" pip install --no-deps --no-compile "$torch" ||
     run "$torch from $torch_index" pip install --no-deps --retries 2 --extra-index-url "$torch_index" "$torch" ||
     fail "$torch is neither on the configured package index nor reachable at $torch_index; the end of $log says why"
-  run "all packages" pip install --no-deps -r "$lock" ||
+  run "all packages" pip install --no-deps --no-compile -r "$lock" ||
     fail "could not install $lock; the end of $log says why: $(grep '^ERROR' "$log" | tail -1)"
   echo "$sum" >"$stamp"
 fi
