@@ -26,11 +26,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-VERSION = 2
+VERSION = 3
 """Counts changes of what is made here; folders of another version are remade."""
 
 NUM_EVAL = 200
-NUM_TRAIN = 2048
+NUM_TRAIN = 8192
 ANSWER_DIGITS = 3
 WARMUP_STEPS = 20
 
