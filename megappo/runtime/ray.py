@@ -173,7 +173,7 @@ class RayRuntime:
         self._connected = True
         try:
             ray.init(**options)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:  # nobody there; no address at all
             raise ValueError(
                 f"ray_address = {self._ray.address}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`, or leave ray_address unset"
