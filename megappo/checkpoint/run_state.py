@@ -24,7 +24,6 @@ class RunState:
         consumed_samples: prompts consumed, over all episodes.
         kl_coef: coefficient of the KL penalty for the next step.
         wandb_run_id: run to continue in W&B, if it was used.
-        seed: ``train.seed`` of the run.
         config: the run's configuration, as plain values.
     """
 
@@ -32,7 +31,6 @@ class RunState:
     consumed_samples: int
     kl_coef: float
     wandb_run_id: str | None
-    seed: int
     config: dict[str, Any]
 
 

@@ -6,8 +6,11 @@ load.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megappo.checkpoint.run_state import RunState, read_run_state
 from megappo.checkpoint.store import CheckpointStore
@@ -54,3 +57,23 @@ def resume_point(args: Config) -> ResumePoint | None:
             "ckpt.load_enable to false"
         )
     return ResumePoint(folder, state)
+
+
+def changed_keys(state: RunState, args: Config) -> list[str]:
+    """Dotted names of the keys of the algorithm that differ from the saved run's."""
+    now = json.loads(json.dumps(dataclasses.asdict(args)))  # tuples as the checkpoint has them
+    sections = ("actor", "critic", "reward", "rollout", "algo", "train", "data")
+    return [
+        name
+        for section in sections
+        for name in _differing(section, state.config.get(section), now[section])
+    ]
+
+
+def _differing(name: str, saved: Any, now: Any) -> list[str]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = [*now, *(key for key in saved if key not in now)]
+        return [
+            d for key in keys for d in _differing(f"{name}.{key}", saved.get(key), now.get(key))
+        ]
+    return [] if saved == now else [name]

@@ -18,7 +18,7 @@ from megappo.checkpoint.run_state import RunState, write_run_state
 from megappo.metrics.samples import forget_samples
 from megappo.records import Prompt, StepMetrics
 from megappo.trainer.report import SAMPLES, StepReport, keep_samples
-from megappo.trainer.resume import checkpoint_store, resume_point
+from megappo.trainer.resume import changed_keys, checkpoint_store, resume_point
 from megappo.trainer.run_log import RunLog, open_run_log
 from megappo.trainer.scoring import ScoredBatch
 from megappo.trainer.stopping import StopSignal
@@ -58,6 +58,7 @@ class Session:
         self.metrics: dict[str, float] = {}
         point = resume_point(args)
         self._checkpoint = None if point is None else point.folder
+        self._changed = [] if point is None else changed_keys(point.state, args)
         state = None if point is None else point.state
         if state is not None and consumed_samples:
             raise ValueError(
@@ -155,7 +156,6 @@ class Session:
             consumed_samples=self._consumed,
             kl_coef=trainer.kl.value,
             wandb_run_id=self._log.wandb_run_id,
-            seed=self._args.train.seed,
             config=dataclasses.asdict(self._args),
         )
         write_run_state(folder, state)
@@ -169,10 +169,14 @@ class Session:
                 group.broadcast("load", str((folder / group.target).resolve()))
         same = trainer.actor.broadcast("load_random_state", str((folder / "rng").resolve()))
         logger.warning(
-            "resumed from %s: actor%s with optimizers, step %d, %d prompts consumed%s",
+            "resumed from %s: actor%s with optimizers, step %d, %d prompts consumed%s%s",
             folder,
             "" if trainer.critic is None else " and critic",
             self.step,
             self._consumed,
             "" if all(same) else "; random state is fresh (another number of ranks)",
+            ""
+            if not self._changed
+            else f"; {', '.join(self._changed)} differ from the saved "
+            "run's (learning rates, betas and schedules go on as saved)",
         )

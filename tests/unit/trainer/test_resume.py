@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megappo.checkpoint.run_state import RunState, write_run_state
 from megappo.config import load
 from megappo.config.schema import Config
-from megappo.trainer.resume import checkpoint_store, resume_point
+from megappo.trainer.resume import changed_keys, checkpoint_store, resume_point
 from tests.e2e.runs import make_inputs
 
 
@@ -25,7 +26,7 @@ def save(args: Config, consumed: int, *roles: str) -> Path:
     """A checkpoint whose roles are empty folders."""
     store = checkpoint_store(args)
     folder = store.begin(3)
-    write_run_state(folder, RunState(3, consumed, 0.05, None, 42, {}))
+    write_run_state(folder, RunState(3, consumed, 0.05, None, {}))
     for role in roles:
         (folder / role).mkdir()
     return store.commit(3)
@@ -68,3 +69,29 @@ def test_a_folder_that_is_no_checkpoint_is_named(args: Config) -> None:
     (checkpoint_store(args).root / "step_7").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"step_7 is not a checkpoint"):
         resume_point(args)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "named"),
+    [
+        ("train", "seed", 7, ["train.seed"]),
+        ("train", "max_steps", 9, ["train.max_steps"]),
+        ("actor", "eps_clip_low_high", (0.1, 0.3), ["actor.eps_clip_low_high"]),
+        ("logger", "console", True, []),
+        ("ckpt", "save_steps", 1, []),
+    ],
+)
+def test_keys_that_changed_since_the_save_are_found(
+    args: Config, section: str, key: str, value: object, named: list[str]
+) -> None:
+    """Those of the algorithm, by their dotted names; an unchanged run has none."""
+    save(args, 4, "actor", "critic")
+    folder = checkpoint_store(args).begin(4)
+    write_run_state(folder, RunState(4, 4, 0.05, None, dataclasses.asdict(args)))
+    (folder / "actor").mkdir()
+    (folder / "critic").mkdir()
+    checkpoint_store(args).commit(4)
+    point = resume_point(args)
+    assert point is not None and changed_keys(point.state, args) == []
+    part = dataclasses.replace(getattr(args, section), **{key: value})
+    assert changed_keys(point.state, dataclasses.replace(args, **{section: part})) == named
