@@ -296,7 +296,7 @@ def rank_fresh_head(rank: int, folder: str, cut: Cut) -> list[torch.Tensor]:
 
 
 def test_fresh_value_head_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
-    """Every rank of every cut starts from the same small float32 weight; the seed moves it."""
+    """Every rank of every cut starts from the same small weight; the seed moves it."""
     folder = make_llama(tmp_path, layers=2)
     heads = [
         weights
@@ -306,7 +306,7 @@ def test_fresh_value_head_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
     ]
     assert len(heads) == 3
     for first, second in heads:
-        assert first.dtype == torch.float32 and first.shape == (1, 64)
+        assert first.dtype == torch.bfloat16 and first.shape == (1, 64)
         assert torch.equal(first, heads[0][0]) and torch.equal(second, heads[0][1])
     assert not torch.equal(heads[0][0], heads[0][1])
     assert 0 < heads[0][0].abs().max() < 0.1

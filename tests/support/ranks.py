@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+TIMEOUT = timedelta(seconds=120)
 
 
 def free_port() -> int:
@@ -32,33 +35,46 @@ def free_port() -> int:
 
 
 def _child(
-    rank: int, world_size: int, port: int, fd: int, fn: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    meeting: socket.socket,
+    pipe: int,
+    release: int,
+    fn: Callable[..., Any],
+    args: Any,
 ) -> None:
     os.setsid()
+    host, port = meeting.getsockname()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=host,
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    descriptor = meeting.detach()
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
+        store = TCPStore(
+            host,
+            port,
             world_size=world_size,
-            timeout=timedelta(seconds=120),
+            is_master=rank == 0,
+            timeout=TIMEOUT,
+            master_listen_fd=descriptor if rank == 0 else None,
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
         )
         payload = pickle.dumps((True, fn(rank, *args)))
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(payload)
+    with os.fdopen(pipe, "wb") as file:
+        file.write(payload)
     sys.stdout.flush()
     sys.stderr.flush()
+    os.read(release, 1)  # a rank that left early would reset its peers' connections
     os._exit(0)  # no interpreter shutdown: vLLM's and gloo's threads would hold it up
 
 
@@ -66,7 +82,8 @@ def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on every rank and return the results in rank order."""
-    port = free_port()
+    meeting = socket.create_server(("127.0.0.1", 0))
+    release, held = os.pipe()  # ranks wait at one end until the parent closes the other
     pipes: dict[int, int] = {}
     pids: list[int] = []
     sys.stdout.flush()
@@ -75,11 +92,14 @@ def run_ranks(
         read_fd, write_fd = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(read_fd)
-            _child(rank, world_size, port, write_fd, fn, args)
+            for descriptor in (read_fd, held, *pipes):
+                os.close(descriptor)
+            _child(rank, world_size, meeting, write_fd, release, fn, args)
         os.close(write_fd)
         pipes[read_fd] = rank
         pids.append(pid)
+    meeting.close()
+    os.close(release)
     chunks: dict[int, list[bytes]] = {rank: [] for rank in range(world_size)}
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
@@ -102,6 +122,7 @@ def run_ranks(
                     raise RuntimeError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
     finally:
+        os.close(held)
         for fd in pipes:
             os.close(fd)
         for pid in pids:
