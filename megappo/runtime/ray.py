@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from megappo.runtime.host import (
 )
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no tensor passes through it
+REACH_SECONDS = 10.0
 POLL_SECONDS = 0.5  # how often a wait lets Python handle signals
 
 
@@ -170,13 +172,17 @@ class RayRuntime:
         else:
             options = {"address": self._ray.address, "log_to_driver": False}
         _bind_to_loopback(self._ray.address is None)
-        self._connected = True
         try:
+            if self._ray.address is not None:
+                _reach(self._ray.address)
+            self._connected = True
             ray.init(**options)
-        except (ConnectionError, ValueError) as error:  # nobody there; no address at all
+        except (OSError, ValueError) as error:
+            self._connected = False
             raise ValueError(
-                f"ray_address = {self._ray.address}: no Ray cluster answers there ({error}); "
-                "start one with `ray start --head`, or leave ray_address unset"
+                f"ray_address = {self._ray.address}: no Ray cluster answers there "
+                f"({_one_line(error)}); start one with `ray start --head` and give its host:port, "
+                "or leave ray_address unset"
             ) from error
 
     def _num_gpus(self) -> float:
@@ -232,6 +238,19 @@ class RayRuntime:
             f"{target} rank {rank} failed: {kind}: {text}; "
             f"its log: {rank_log_path(self._log_dir, rank)}"
         )
+
+
+def _reach(address: str) -> None:
+    """Open a connection and close it: Ray itself ends the process where nobody answers.
+
+    Raises:
+        OSError: nobody answers.
+        ValueError: the address is not ``host:port``.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        raise ValueError("it is not host:port")
+    socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
 
 
 def _bind_to_loopback(only: bool) -> None:

@@ -7,15 +7,18 @@ engines of other sizes, so metrics agree to what their arithmetic allows.
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.runs import flags, make_inputs, metrics, processes, train
+from tests.e2e.runs import flags, kill, make_inputs, metrics, train, wait_for
 from tests.support.ranks import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,24 +60,27 @@ def test_every_mesh_runs_the_same_program(folder: Path, name: str) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
+def cluster() -> Iterator[str]:
     """A Ray cluster of its own, started from the command line."""
     address = f"127.0.0.1:{free_port()}"
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     environment = os.environ | {"MEGAPPO_TEST_RUN": "cluster", "RAY_USAGE_STATS_ENABLED": "0"}
     head = subprocess.Popen(
         [*ray, "start", "--head", "--block", "--port", address.split(":")[1], "--num-cpus", "2"]
         + ["--include-dashboard", "false", "--object-store-memory", str(128 * 1024**2)]
-        + ["--temp-dir", str(tmp_path / "ray")],
+        + ["--temp-dir", folder],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    host, port = address.split(":")
+    wait_for(lambda: socket.socket().connect_ex((host, int(port))) == 0, timeout=60)
     yield address
     head.terminate()
     head.wait(timeout=30)
-    for process in processes(Path("cluster")):
-        process.kill()
+    kill(Path("cluster"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_run_joins_a_cluster_and_leaves_it_running(folder: Path, cluster: str) -> None:

@@ -13,7 +13,10 @@ from megappo.runtime.ray import RayRuntime, RaySettings
 from megappo.topology import Topology
 
 
-@pytest.mark.parametrize("address", ["somewhere", "two words"])
+@pytest.mark.parametrize(
+    "address",
+    ["somewhere", "two words", "127.0.0.1:port", "127.0.0.1:9", "no-such-host.invalid:6379"],
+)
 def test_an_address_that_is_none(tmp_path: Path, address: str) -> None:
     """The key is named, and nothing is left to shut down."""
     host = HostSettings(Topology(1), MeshSettings(), (), EngineSettings("nowhere"), on_gpu=False)
