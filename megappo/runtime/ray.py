@@ -18,6 +18,9 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -163,18 +166,22 @@ class RayRuntime:
     def _connect(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {
+            "address": self._ray.address,
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "include_dashboard": False,
         }
         if self._ray.address is None:
-            options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
-        else:
-            options = {"address": self._ray.address, "log_to_driver": False}
+            options |= {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
         _bind_to_loopback(self._ray.address is None)
         try:
             if self._ray.address is not None:
                 _reach(self._ray.address)
+                # `ray start` uses this machine's token where there is one; so must we.
+                maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             self._connected = True
             ray.init(**options)
         except (OSError, ValueError) as error:
