@@ -165,6 +165,8 @@ class RayRuntime:
 
     def _connect(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray gives its workers niceness 15, and ours are the run itself.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options: dict[str, Any] = {
             "address": self._ray.address,
             "log_to_driver": False,
