@@ -23,6 +23,8 @@ from megappo.mesh.losses import LossTotals
 from megappo.mesh.role import Role
 from megappo.mesh.schedule import Read, accumulate_gradients, evaluate
 from megappo.mesh.settings import (
+    ACTOR,
+    REF,
     ExperienceMetrics,
     ExperienceSettings,
     MeshSettings,
@@ -33,8 +35,6 @@ from megappo.models import parallel
 from megappo.records import BatchPlan, Experience, PackedBatch, Rollouts
 from megappo.reshard.hf import export_hf
 from megappo.topology import Topology
-
-ACTOR, CRITIC, REF = "actor", "critic", "ref"
 
 
 class MeshRank:

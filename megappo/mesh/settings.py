@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ACTOR, CRITIC, REF = "actor", "critic", "ref"
+"""Names of the roles, the same in every layer above."""
+
 
 @dataclass(frozen=True)
 class MeshSettings:

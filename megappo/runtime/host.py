@@ -26,7 +26,7 @@ from megappo.checkpoint import sharded
 from megappo.config.errors import is_user_error
 from megappo.device.platform import backend, device, set_device
 from megappo.mesh.rank import MeshRank
-from megappo.mesh.settings import MeshSettings, RoleSettings
+from megappo.mesh.settings import ACTOR, MeshSettings, RoleSettings
 from megappo.records import GenerateRequest, SampleInfo
 from megappo.reshard.executor import Executor, TransferStats
 from megappo.rollout.engine import EngineSettings
@@ -36,7 +36,6 @@ from megappo.topology import Topology
 from megappo.weights.plan import plan
 from megappo.weights.vllm import vllm_layout
 
-ACTOR = "actor"
 ENGINE = "engine"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 JOIN_TIMEOUT = timedelta(minutes=5)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config.schema import Config
+from megappo.mesh.settings import ACTOR, CRITIC, REF
 from megappo.runtime.ray import RayRuntime
 from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.resume import resume_point
-from megappo.trainer.settings import ACTOR, CRITIC, REFERENCE, host_settings, ray_settings
+from megappo.trainer.settings import host_settings, ray_settings
 
 SIGNAL_EXIT_BASE = 128  # a process that a signal stopped exits with this plus its number
 
@@ -60,7 +61,7 @@ def run(args: Config) -> RunResult:
             actor_model_group=runtime.role_group(ACTOR),
             critic_model_group=runtime.role_group(CRITIC) if needs_critic(args) else None,
             reward_model_group=None,
-            ref_model_group=runtime.role_group(REFERENCE) if needs_reference(args) else None,
+            ref_model_group=runtime.role_group(REF) if needs_reference(args) else None,
             vllm_engines=runtime.engine_group(),
             strategy=runtime,
             args=args,

@@ -10,6 +10,9 @@ from pathlib import Path
 from megappo.config.schema import ActorConfig, Config, CriticConfig
 from megappo.device.platform import is_cuda
 from megappo.mesh.settings import (
+    ACTOR,
+    CRITIC,
+    REF,
     ExperienceSettings,
     MeshSettings,
     OptimizerSettings,
@@ -22,8 +25,6 @@ from megappo.runtime.host import HostSettings
 from megappo.runtime.ray import RaySettings
 from megappo.topology import Topology
 from megappo.trainer.inputs import critic_folder, needs_critic, needs_reference, total_steps
-
-ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 
 
 def host_settings(args: Config) -> HostSettings:
@@ -98,7 +99,7 @@ def _roles(args: Config) -> tuple[RoleSettings, ...]:
         loss = ValueLossSettings(args.critic.value_clip)
         roles.append(RoleSettings(CRITIC, folder, "value", optimizer, loss))
     if needs_reference(args):
-        roles.append(RoleSettings(REFERENCE, policy, "lm"))
+        roles.append(RoleSettings(REF, policy, "lm"))
     return tuple(roles)
 
 
