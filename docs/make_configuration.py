@@ -37,7 +37,7 @@ Unknown keys, wrong types, values out of range and combinations that cannot work
 in one line that names the key, before anything starts.
 
 Three keys are required: `actor.model_name_or_path`, `data.prompt_dataset` and
-`reward.remote_url`.
+`reward.remote_url` or `reward.model_name_or_path`.
 
 The last column says where a name is known from. *OpenRLHF* means the same name with the same
 meaning there (0.11); what differs there is in brackets.
@@ -48,11 +48,23 @@ RULES = """\
 
 - `megatron.world_size` is a multiple of `megatron.tensor_model_parallel_size` x
   `megatron.pipeline_model_parallel_size`; the quotient is the number of replicas.
-- Engines fill the mesh: `vllm.num_engines` x `vllm.tensor_parallel_size` =
-  `megatron.world_size`.
+- `megatron.expert_model_parallel_size` divides the ranks of a pipeline stage,
+  `megatron.world_size` / `megatron.pipeline_model_parallel_size`: experts are spread over
+  tensor ranks and replicas alike. A model with experts needs `megatron.sequence_parallel` where
+  its tensor-parallel size is above 1.
+- Layers go to pipeline stages, and to their `megatron.virtual_pipeline_model_parallel_size`
+  chunks, as evenly as they can; the first ones take what is left over.
+- Engines inside the mesh's ranks fill them: `vllm.num_engines` x `vllm.tensor_parallel_size` =
+  `megatron.world_size`. With `train.colocate_all: false` both are free of the mesh, and the run
+  needs `vllm.num_engines` x `vllm.tensor_parallel_size` processes (on CUDA: GPUs) more.
 - `train.batch_size` divides `rollout.batch_size` x `rollout.n_samples_per_prompt`.
 - `rollout.max_new_tokens` < `data.max_len` <= `train.max_tokens_per_gpu`.
 - `megatron.sequence_parallel` needs a tensor-parallel size above 1.
+- `megatron.fp8_recipe` and `megatron.first_last_layers_bf16` need `megatron.fp8`, and
+  `megatron.num_layers_at_start_in_bf16` and `..._at_end_in_bf16` need
+  `megatron.first_last_layers_bf16`, which the recipe `delayed` does not have. Without CUDA and
+  TransformerEngine FP8 is emulated ([precision.md](precision.md)): there is no `mxfp8` then, and
+  no `delayed` with `megatron.recompute_granularity: full`.
 - The estimators `rloo` and `group_norm` need at least 2 samples per prompt.
 - `algo.kl.target` needs `algo.kl.init_coef` above 0.
 - `eval.steps` needs `eval.dataset`.
@@ -64,6 +76,7 @@ ORIGINS = {
     "rollout.top_k": "vLLM `top_k`",
     "vllm.kv_cache_memory_bytes": "vLLM `kv_cache_memory_bytes`",
     "vllm.max_num_seqs": "vLLM `max_num_seqs`",
+    "vllm.verify_weights": "own",
     "train.max_steps": "own",
     "data.overlong_prompts": "own",
     "data.invalid_rows": "own",
@@ -72,10 +85,19 @@ ORIGINS = {
     "megatron.world_size": "Megatron `world_size`",
     "megatron.tensor_model_parallel_size": "Megatron `--tensor-model-parallel-size`",
     "megatron.pipeline_model_parallel_size": "Megatron `--pipeline-model-parallel-size`",
+    "megatron.virtual_pipeline_model_parallel_size": (
+        "Megatron `virtual_pipeline_model_parallel_size` (`--num-virtual-stages-per-pipeline-rank`)"
+    ),
+    "megatron.expert_model_parallel_size": "Megatron `--expert-model-parallel-size`",
     "megatron.sequence_parallel": "Megatron `--sequence-parallel`",
     "megatron.params_dtype": "Megatron `params_dtype` (`--bf16`)",
     "megatron.use_distributed_optimizer": "Megatron `--use-distributed-optimizer`",
     "megatron.recompute_granularity": "Megatron `--recompute-granularity`",
+    "megatron.fp8": "Megatron `fp8` (`--fp8-format`)",
+    "megatron.fp8_recipe": "Megatron `--fp8-recipe` (there default delayed)",
+    "megatron.first_last_layers_bf16": "Megatron `--first-last-layers-bf16`",
+    "megatron.num_layers_at_start_in_bf16": "Megatron `--num-layers-at-start-in-bf16`",
+    "megatron.num_layers_at_end_in_bf16": "Megatron `--num-layers-at-end-in-bf16`",
     "ray.num_cpus_per_rank": "own",
     "ray.num_gpus_per_rank": "own",
     "ray.placement_timeout": "own",
@@ -93,6 +115,7 @@ DIFFERENCES = {
     "rollout.max_new_tokens": "default null: what the prompt leaves of data.max_len",
     "vllm.enable_prefix_caching": "default false",
     "vllm.enforce_eager": "default false",
+    "train.colocate_all": "default false",
     "data.max_samples": "default 100000000",
     "eval.temperature": "default 0.6",
     "eval.n_samples_per_prompt": "default 4",

@@ -29,7 +29,7 @@ def first_and_last(output_dir: Path, name: str) -> tuple[float, float]:
 
 
 def greedy_responses(
-    policy: Path, prompts: Sequence[str], *, max_new_tokens: int, chat: bool = False
+    policy: Path, prompts: Sequence[str], *, max_new_tokens: int, instruction: str | None = None
 ) -> list[str]:
     """Greedy responses of a Hugging Face folder, by transformers alone.
 
@@ -37,18 +37,22 @@ def greedy_responses(
         policy: the folder.
         prompts: what to answer; all at once, padded on the left.
         max_new_tokens: longest response, in tokens.
-        chat: whether to render each prompt with the chat template, as a user's message.
+        instruction: if given, each prompt is a user's message after this system message, as
+            the chat template renders them.
     """
     tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(policy)
     texts = list(prompts)
-    if chat:
-        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if instruction is not None:
+        system = {"role": "system", "content": instruction}
+        chats = [[system, {"role": "user", "content": prompt}] for prompt in prompts]
         texts = [
-            str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-            for message in messages
+            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            for chat in chats
         ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not chat)
+    inputs = tokenizer(
+        texts, return_tensors="pt", padding=True, add_special_tokens=instruction is None
+    )
     with torch.no_grad():
         output = model.generate(
             input_ids=inputs["input_ids"],

@@ -7,18 +7,19 @@ code 2. Anything else is a fault of ours or a vendor's and keeps its traceback.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from megappo import __version__
 from megappo.config import ConfigError, check, load
-from megappo.config.errors import RunFailedError, is_user_error
+from megappo.config.errors import SIGNAL_EXIT_BASE, RunFailedError, is_user_error
 
 PROGRAM = "megappo"
 USER_ERROR = 2
 RUN_FAILED = 1
-INTERRUPTED = 130
 
 
 def train(argv: Sequence[str]) -> int:
@@ -62,11 +63,21 @@ def _run(arguments: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    received: list[signal.Signals] = []
+
+    # Outside the training loop, which has a better answer. A type of its own would not do for
+    # the exception: Ray raises KeyboardInterrupt anew.
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        received.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        number = received[0] if received else signal.SIGINT
+        print(f"{PROGRAM}: {number.name}: stopped, nothing was saved", file=sys.stderr)
+        return SIGNAL_EXIT_BASE + number
     except RunFailedError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return RUN_FAILED
@@ -75,3 +86,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
+    finally:
+        signal.signal(signal.SIGTERM, before)

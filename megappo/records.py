@@ -28,13 +28,15 @@ class Prompt:
     """One row of the prompt file, rendered and tokenised.
 
     ``prompt_id`` is the 0-based row number in the file; ``text`` the rendered prompt
-    (after template or chat template); ``label`` the row's label, if any.
+    (after template or chat template); ``label`` the row's label, if any; ``messages`` the chat
+    that was rendered, None without a chat template.
     """
 
     prompt_id: int
     token_ids: tuple[int, ...]
     text: str
     label: Any = None
+    messages: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,34 @@ class SampleInfo:
     finish_reason: FinishReason
     response: str
     holder_rank: int
+
+
+@dataclass(frozen=True)
+class ScoreText:
+    """What a reward model is shown of one sample.
+
+    Attributes:
+        prompt: the rendered prompt, for a model that is shown plain text.
+        messages: the chat, for one that renders it with its own template; else None.
+        response: the policy's answer, without the token that ended it; may be empty.
+        ended: whether the policy ended it, rather than the length limit.
+    """
+
+    prompt: str
+    messages: tuple[dict[str, Any], ...] | None
+    response: str
+    ended: bool
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """The samples of one replica that its reward models shall score.
+
+    ``token_budget`` is the most tokens in a micro-batch; a longer sample is alone in one.
+    """
+
+    samples: tuple[ScoreText, ...]
+    token_budget: int
 
 
 @dataclass(frozen=True)
@@ -181,6 +211,30 @@ class Experience:
     values: torch.Tensor | None
     advantages: torch.Tensor
     returns: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes that a role's tensors take on one rank, activations not counted.
+
+    Attributes:
+        role: its name.
+        parameters: in the model's type, buffers included.
+        gradients: in float32.
+        main_parameters: the optimizer's copies in float32, where the model's type is another.
+        optimizer_state: the moments.
+    """
+
+    role: str
+    parameters: int
+    gradients: int
+    main_parameters: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.main_parameters + self.optimizer_state
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from megappo.cli import main as megappo
 
 CONFIG = Path(__file__).with_name("ppo.yaml")
 MODEL = Path("runs/smollm2/model")
-QUESTION = "What is the capital of Italy, and why do people like to visit it?"
+INSTRUCTION = "Answer in two sentences."  # as in prompts.jsonl
+QUESTION = "Why do people like to visit Italy?"  # not in prompts.jsonl
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     trained = options.output_dir / "hf"
     print(f"Answers of transformers to {QUESTION!r}")
     for name, folder in (("before", model), ("after", trained)):
-        [answer] = greedy_responses(folder, [QUESTION], max_new_tokens=64, chat=True)
+        [answer] = greedy_responses(folder, [QUESTION], max_new_tokens=64, instruction=INSTRUCTION)
         print(f"  {name}: {answer!r}")
     print(f"The trained policy is in {trained}")
     before, after = first_and_last(options.output_dir, "eval/reward_mean")

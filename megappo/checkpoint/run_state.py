@@ -23,6 +23,7 @@ class RunState:
         step: steps done (rollout, update and sync).
         consumed_samples: prompts consumed, over all episodes.
         kl_coef: coefficient of the KL penalty for the next step.
+        reward_moments: what each reward model's scores are normalised by.
         wandb_run_id: run to continue in W&B, if it was used.
         config: the run's configuration, as plain values.
     """
@@ -30,6 +31,7 @@ class RunState:
     step: int
     consumed_samples: int
     kl_coef: float
+    reward_moments: list[list[float]]
     wandb_run_id: str | None
     config: dict[str, Any]
 

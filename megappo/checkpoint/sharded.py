@@ -8,7 +8,7 @@ steps; ``store.py`` makes its folder a checkpoint.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,39 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megappo.checkpoint.metadata import check_pickles
+
 OPTIMIZER = "optimizer"
 SCHEDULE = "schedule"
 
 
-def inline_save_strategy() -> Any:
+def save_strategy(writer: FileSystemWriter, new_planner: Callable[[], MCoreSavePlanner]) -> Any:
     """Megatron-Core's ``torch_dist`` format, written by the calling process.
 
     The library's own synchronous save forks writer processes and spawns a manager, which is
     unsafe next to Ray's and gloo's threads; this writes the same files with torch's writer.
     """
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    strategy.save = functools.partial(_write_shards, strategy)
+    strategy.save = functools.partial(_write_shards, strategy, writer, new_planner)
     return strategy
 
 
-def _write_shards(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+def _write_shards(
+    strategy: Any,
+    writer: FileSystemWriter,
+    new_planner: Callable[[], MCoreSavePlanner],
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+) -> None:
     """Write this rank's shards and, on rank 0, the metadata. Collective."""
     state, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, strategy.keep_only_main_replica
     )
-    planner = MCoreSavePlanner(
-        dedup_replicated_tensors=not strategy.keep_only_main_replica, flatten_state_dict=False
-    )
-    writer = FileSystemWriter(str(checkpoint_dir), sync_files=True)
-    save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+    save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=new_planner())
+
+
+def _planner() -> MCoreSavePlanner:
+    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
 
 def save_role(
@@ -66,10 +74,11 @@ def save_role(
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    state = _sharded_state(modules, optimizer, is_loading=False)
+    state = sharded_state(modules, optimizer, is_loading=False)
     if scheduler is not None:
         state[SCHEDULE] = scheduler.state_dict()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=inline_save_strategy())
+    strategy = save_strategy(FileSystemWriter(str(folder), sync_files=True), _planner)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
 def load_role(
@@ -80,12 +89,11 @@ def load_role(
     Raises:
         ValueError: the folder is missing, or lacks the optimizer state that is asked for.
     """
-    if not (folder / "metadata.json").exists():
-        raise ValueError(f"{folder} is not a Megatron-Core distributed checkpoint")
+    check_pickles(folder)
     common = dist_checkpointing.load_common_state_dict(str(folder))
     if scheduler is not None and SCHEDULE not in common:
         raise ValueError(f"{folder} holds no optimizer state to resume from")
-    state = _sharded_state(modules, optimizer, is_loading=True)
+    state = sharded_state(modules, optimizer, is_loading=True)
     loaded = dist_checkpointing.load(state, str(folder))
     for index, module in enumerate(modules):
         module.load_state_dict(loaded[f"model{index}"])
@@ -117,9 +125,10 @@ def load_random_state(folder: Path) -> bool:
     return True
 
 
-def _sharded_state(
+def sharded_state(
     modules: Sequence[Any], optimizer: Any | None, *, is_loading: bool
 ) -> dict[str, Any]:
+    """Model chunks and optimizer as Megatron-Core's checkpoints want them."""
     metadata = {
         # the one sharding type of the optimizer that loads at other parallel sizes here
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -136,3 +145,12 @@ def _sharded_state(
             state if len(modules) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
         )
     return state
+
+
+def leaves(state: Any) -> list[Any]:
+    """What nested dictionaries and lists hold, in order."""
+    if isinstance(state, dict):
+        return [leaf for item in state.values() for leaf in leaves(item)]
+    if isinstance(state, list):
+        return [leaf for item in state for leaf in leaves(item)]
+    return [state]

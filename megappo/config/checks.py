@@ -16,8 +16,9 @@ from typing import Any
 
 from megappo.config.errors import ConfigError, show
 from megappo.config.keys import keys
+from megappo.config.mesh import topology
 from megappo.config.ranges import RANGES
-from megappo.config.schema import Config
+from megappo.config.schema import Config, MegatronConfig
 
 _GROUP_ESTIMATORS = ("rloo", "group_norm")
 
@@ -31,6 +32,8 @@ def check(config: Config) -> None:
     _check_required(config)
     _check_ranges(config)
     _check_mesh(config)
+    _check_fp8(config.megatron)
+    _check_engines(config)
     _check_batches(config)
     _check_lengths(config)
     _check_algorithm(config)
@@ -52,6 +55,11 @@ def _get(config: Config, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
+def reward_folders(value: str | None) -> tuple[str, ...]:
+    """The folders that ``reward.model_name_or_path`` names."""
+    return () if value is None else tuple(folder.strip() for folder in value.split(","))
+
+
 def _fail(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{name} = {show(value)}: {expected}")
 
@@ -60,10 +68,14 @@ def _check_required(config: Config) -> None:
     for name, what in (
         ("actor.model_name_or_path", "the Hugging Face folder of the policy"),
         ("data.prompt_dataset", "the JSON-lines file of prompts"),
-        ("reward.remote_url", "the Python file with the reward function"),
     ):
         if not _get(config, name):
             raise ConfigError(f"{name} is required: {what}")
+    if config.reward.remote_url is None and config.reward.model_name_or_path is None:
+        raise ConfigError(
+            "reward.remote_url is required: the Python file with the reward function (or "
+            "reward.model_name_or_path, the Hugging Face folder of a reward model)"
+        )
     if not config.output_dir:
         raise _fail("output_dir", config.output_dir, "expected the name of a folder")
     for key in keys().values():
@@ -77,33 +89,75 @@ def _check_ranges(config: Config) -> None:
         values = value if isinstance(value, tuple) else (value,)
         if not all(item is None or rule.holds(item) for item in values):
             raise _fail(name, value, f"expected {rule.expected}")
+    if config.ref.swap_with_actor and config.ref.offload:
+        raise _fail(
+            "ref.offload", True, "ref.swap_with_actor keeps it in host memory already; choose one"
+        )
+    folders, weights = reward_folders(config.reward.model_name_or_path), config.reward.model_weights
+    if weights is not None and len(weights) != len(folders):
+        raise _fail(
+            "reward.model_weights",
+            weights,
+            f"expected one for each of the {len(folders)} folders in reward.model_name_or_path",
+        )
+    if config.reward.normalize_enable and not folders:
+        raise _fail(
+            "reward.normalize_enable", True, "there is no reward model: reward.model_name_or_path"
+        )
     low, high = config.reward.clip_range
     if not low < high:
         raise _fail("reward.clip_range", config.reward.clip_range, "expected [low, high]")
 
 
 def _check_mesh(config: Config) -> None:
-    mesh, engine = config.megatron, config.vllm
-    tensor, pipeline = mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
-    if mesh.world_size % (tensor * pipeline):
-        raise _fail(
-            "megatron.world_size",
-            mesh.world_size,
-            "expected a multiple of tensor_model_parallel_size x pipeline_model_parallel_size "
-            f"= {tensor} x {pipeline} = {tensor * pipeline}",
-        )
-    if mesh.sequence_parallel and tensor == 1:
+    mesh = config.megatron
+    try:
+        topology(mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if mesh.sequence_parallel and mesh.tensor_model_parallel_size == 1:
         raise _fail(
             "megatron.sequence_parallel",
             True,
             "needs megatron.tensor_model_parallel_size above 1, found 1",
         )
+
+
+def _check_fp8(mesh: MegatronConfig) -> None:
+    """Keys that mean nothing without another one are refused, not ignored."""
+    defaults = MegatronConfig()
+    dependent = (
+        ("fp8_recipe", "megatron.fp8 (hybrid or e4m3)", mesh.fp8 is not None),
+        ("first_last_layers_bf16", "megatron.fp8 (hybrid or e4m3)", mesh.fp8 is not None),
+        *(
+            (name, "megatron.first_last_layers_bf16 = true", mesh.first_last_layers_bf16)
+            for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        ),
+    )
+    for name, needed, there in dependent:
+        value = getattr(mesh, name)
+        if value != getattr(defaults, name) and not there:
+            raise _fail(f"megatron.{name}", value, f"needs {needed}")
+    if mesh.first_last_layers_bf16 and mesh.fp8_recipe == "delayed":
+        raise _fail(
+            "megatron.first_last_layers_bf16",
+            True,
+            "Megatron cannot with megatron.fp8_recipe = delayed; give another recipe",
+        )
+
+
+def _check_engines(config: Config) -> None:
+    """Engines inside the mesh's ranks fill them; engines of their own are free of the mesh."""
+    if not config.train.colocate_all:
+        return
+    mesh, engine = config.megatron, config.vllm
+    apart = "or give engines processes of their own with train.colocate_all = false"
     if mesh.world_size % engine.tensor_parallel_size:
         raise _fail(
             "vllm.tensor_parallel_size",
             engine.tensor_parallel_size,
             f"expected a divisor of megatron.world_size = {mesh.world_size} (engines fill the "
-            "mesh)",
+            f"mesh), {apart}",
         )
     fitting = mesh.world_size // engine.tensor_parallel_size
     if engine.num_engines is not None and engine.num_engines != fitting:
@@ -112,7 +166,8 @@ def _check_mesh(config: Config) -> None:
             engine.num_engines,
             f"num_engines x tensor_parallel_size = {engine.num_engines} x "
             f"{engine.tensor_parallel_size} = {engine.num_engines * engine.tensor_parallel_size} "
-            f"must equal megatron.world_size = {mesh.world_size}: give {fitting}, or leave it out",
+            f"must equal megatron.world_size = {mesh.world_size}: give {fitting}, or leave it out, "
+            f"{apart}",
         )
 
 
@@ -229,6 +284,11 @@ def _check_reward(name: str, value: str) -> None:
     _check_file(name, value, Path(path), "a Python file with a reward function")
 
 
+def _check_reward_models(name: str, value: str) -> None:
+    for folder in reward_folders(value):
+        _check_model_folder(name, folder)
+
+
 def _check_output(name: str, value: str) -> None:
     path = Path(value)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -263,6 +323,7 @@ _FILE_CHECKS: dict[str, Callable[[str, str], None]] = {
     "data.prompt_dataset": _check_prompt_file,
     "eval.dataset": _check_prompt_file,
     "reward.remote_url": _check_reward,
+    "reward.model_name_or_path": _check_reward_models,
     "output_dir": _check_output,
     "ckpt.path": _check_output,
     "logger.tensorboard_dir": _check_output,

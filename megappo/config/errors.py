@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SIGNAL_EXIT_BASE = 128  # a process that a signal stopped exits with this plus its number
+
 
 class ConfigError(ValueError):
     """A key is unknown, of the wrong type, out of range, or at odds with another key.
@@ -20,6 +22,10 @@ class RunFailedError(RuntimeError):
     """
 
 
+class OtherRankError(RuntimeError):
+    """This rank stopped because another one failed, whose own error says why."""
+
+
 def is_user_error(error: BaseException) -> bool:
     """Whether megappo's own code refused something, rather than a library failed in it."""
     frame = error.__traceback__
@@ -30,6 +36,9 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def show(value: object, limit: int = 80) -> str:
-    """``value`` as an error message shows it: on one line, cut at ``limit`` characters."""
+    """``value`` as an error message shows it: on one line; of a long one, both ends."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) <= limit:
+        return text
+    end = limit // 2  # the name of a file is at the end of its path
+    return text[: limit - end - 1] + "…" + text[-end:]

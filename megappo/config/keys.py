@@ -99,6 +99,6 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(str(argument) for argument in arguments)
     if origin is tuple:
-        assert set(arguments) == {float}, hint
-        return f"a list of {len(arguments)} numbers"
+        assert arguments[0] is float, hint
+        return "a list of numbers" if ... in arguments else f"a list of {len(arguments)} numbers"
     return _NOUNS[hint]

@@ -98,12 +98,8 @@ WITHOUT: dict[str, str] = {
     "logger.wandb.key": "W&B's own login, so that no key stands in a file",
     "ref.num_gpus_per_node": _SHARED_MESH,
     "ref.num_nodes": _SHARED_MESH,
-    "ref.offload": _NOT_YET,
-    "reward.model_name_or_path": "not supported yet; reward.remote_url takes a Python file",
-    "reward.normalize_enable": _NOT_YET,
     "reward.num_gpus_per_node": _SHARED_MESH,
     "reward.num_nodes": _SHARED_MESH,
-    "reward.offload": _NOT_YET,
     "reward.overlong_buffer_len": _NOT_YET,
     "reward.overlong_penalty_factor": _NOT_YET,
     "reward.stop_properly_penalty_coef": _NOT_YET,
@@ -112,7 +108,6 @@ WITHOUT: dict[str, str] = {
     "train.async_enable": _NOT_YET,
     "train.async_queue_size": _NOT_YET,
     "train.colocate_actor_ref": _SHARED_MESH,
-    "train.colocate_all": "engines always live on the mesh's devices",
     "train.colocate_critic_reward": _SHARED_MESH,
     "train.dynamic_batch_enable": _PACKED,
     "train.ema_beta": _NOT_YET,
@@ -121,8 +116,8 @@ WITHOUT: dict[str, str] = {
     "train.partial_rollout_enable": _NOT_YET,
     "use_ms": "models are local folders",
     "vllm.enable_sleep": _NOT_YET,
-    "vllm.sync_backend": "weights travel in the trainer's own process group",
-    "vllm.sync_with_ray": "weights travel in the trainer's own process group",
+    "vllm.sync_backend": "weights go rank to rank, over NCCL or gloo",
+    "vllm.sync_with_ray": "weights go rank to rank, over NCCL or gloo",
 }
 
 

@@ -49,6 +49,8 @@ class ActorConfig:
     """Lower bound on the loss of negative advantages (dual-clip PPO); off by default."""
     entropy_coef: float | None = None
     """Weight of an entropy bonus; off by default, and entropy is not computed then."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer in host memory outside of the policy's own phases."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,36 @@ class CriticConfig:
     """Clip range of the value loss; null turns clipping off."""
     freezing_steps: int = -1
     """Steps at the start in which only the critic is trained."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer in host memory outside of the critic's own phases."""
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The frozen policy that the KL penalty refers to."""
+
+    offload: bool = False
+    """Keep its weights in host memory outside of its own phase."""
+    swap_with_actor: bool = False
+    """Keep its weights in host memory, and put them into the actor's place for its phase: one
+    copy on the device."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """Where scores come from."""
 
-    remote_url: str = ""
-    """Python file with ``reward_func(samples)``, as ``path.py`` or ``path.py:name`` (required)."""
+    remote_url: str | None = None
+    """Python file with ``reward_func(samples)``, as ``path.py`` or ``path.py:name``; its score is
+    added to those of the reward models, if both are given."""
+    model_name_or_path: str | None = None
+    """Hugging Face folder of a reward model (one ``score.weight``); several, comma-separated."""
+    model_weights: tuple[float, ...] | None = None
+    """Weight of each reward model in the sum; null for 1 each."""
+    normalize_enable: bool = False
+    """Bring each reward model's scores to mean 0 and deviation 1, by those of the run so far."""
+    offload: bool = False
+    """Keep the reward models' weights in host memory outside of their own phase."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Scores are clipped to this range."""
 
@@ -103,10 +127,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """The inference engines, colocated with the mesh."""
+    """The inference engines."""
 
     num_engines: int | None = None
-    """Number of engines; null fills the mesh. num_engines x tensor_parallel_size = world size."""
+    """Number of engines; null fills the mesh, or is 1 with train.colocate_all = false."""
     tensor_parallel_size: int = 1
     """Tensor-parallel size of one engine, free of the trainer's."""
     enable_prefix_caching: bool = True
@@ -117,6 +141,8 @@ class VLLMConfig:
     """Size of one engine rank's KV cache, in bytes."""
     max_num_seqs: int = 256
     """Most sequences that an engine runs at once."""
+    verify_weights: bool = False
+    """Compare checksums after every sync."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +197,8 @@ class TrainConfig:
     """Token budget of one micro-batch on one replica."""
     seed: int = 42
     """Seed of shuffling, sampling and initialisation."""
+    colocate_all: bool = True
+    """Engines live inside the mesh's ranks; false starts processes of their own for them."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +291,10 @@ class MegatronConfig:
     """Tensor-parallel size."""
     pipeline_model_parallel_size: int = 1
     """Pipeline-parallel size."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks of each pipeline stage, run interleaved: fewer idle moments, more messages."""
+    expert_model_parallel_size: int = 1
+    """Ranks of a stage over which the experts of every layer are spread; one is never cut."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     params_dtype: Literal["fp32", "bf16"] = "bf16"
@@ -271,6 +303,18 @@ class MegatronConfig:
     """Shard the optimizer state over the replicas."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Layers of plain torch, or of TransformerEngine (CUDA); null for the latter where it is."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Linear layers of the decoder in FP8, hybrid with E5M2 gradients; emulated on a CPU."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """How FP8's scales are chosen; mxfp8 needs a Blackwell GPU."""
+    first_last_layers_bf16: bool = False
+    """Leave the first and last layers in params_dtype where fp8 is on."""
+    num_layers_at_start_in_bf16: int = 1
+    """Layers at the start that first_last_layers_bf16 leaves."""
+    num_layers_at_end_in_bf16: int = 1
+    """Layers at the end that first_last_layers_bf16 leaves."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +326,7 @@ class RayConfig:
     num_gpus_per_rank: float = 1.0
     """GPU reserved by one rank where CUDA is used."""
     placement_timeout: float = 60.0
-    """Seconds to wait for the resources of the mesh."""
+    """Seconds to wait for the resources of all ranks, of the mesh and of engines apart."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +337,8 @@ class Config:
     """Policy."""
     critic: CriticConfig = CriticConfig()
     """Value model."""
+    ref: RefConfig = RefConfig()
+    """Reference policy."""
     reward: RewardConfig = RewardConfig()
     """Reward."""
     rollout: RolloutConfig = RolloutConfig()

@@ -2,25 +2,29 @@
 
 Pure arithmetic on lengths, done once per rollout batch by the driver. The optimizer step
 depends on the seed alone, never on the number of replicas or the token budget, so neither
-changes the mathematics. Replicas are balanced by tokens with the longest-processing-time
-rule (longest sample first, to the least loaded), and so are the micro-batches of a replica.
-All replicas get the same number of micro-batches, because each one is a collective for all:
-a replica that has nothing left runs an empty one.
+changes the mathematics. Replicas are balanced by tokens, and so are the micro-batches of a
+replica. All replicas get the same number of micro-batches, because each one is a collective
+for all: a replica that has nothing left runs an empty one. Where balanced replicas need more
+micro-batches than the tokens of the step would fill, those of all replicas are packed together
+and then dealt out, if the replicas stay within a tolerance.
 
 Does not know tokens, ranks' stores or advantages.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megappo.data.partition import even_bins, even_groups, few_bins, loads
 from megappo.records import BatchPlan
 
 _Ints = npt.NDArray[np.int64]
+
+TOLERANCE = 1.05
+"""Most tokens of a replica, to the mean, that are taken for one micro-batch less."""
 
 
 def plan_batch(
@@ -99,13 +103,61 @@ def _place(
     counts = np.empty(int(steps.max(initial=-1)) + 1, np.int64)
     for step in range(len(counts)):
         members = np.flatnonzero(steps == step)
-        replicas[members] = _balance(lengths[members], num_replicas)
-        shares = [members[replicas[members] == replica] for replica in range(num_replicas)]
-        fits = [_first_fit(lengths[share], token_budget) for share in shares]
-        counts[step] = max(int(fit.max(initial=0)) + 1 for fit in fits)
-        for share, fit in zip(shares, fits, strict=True):
-            micro_batches[share] = _fill(lengths[share], int(counts[step]), token_budget, fit)
+        placed = _place_step(lengths[members], num_replicas, token_budget)
+        replicas[members], micro_batches[members], counts[step] = placed
     return replicas, micro_batches, counts
+
+
+def _place_step(lengths: _Ints, num_replicas: int, token_budget: int) -> tuple[_Ints, _Ints, int]:
+    """Replica and micro-batch of each sample of a step, and the count of micro-batches."""
+    replicas = even_bins(lengths, num_replicas)
+    shares = [np.flatnonzero(replicas == replica) for replica in range(num_replicas)]
+    fewest = max(1, -(-int(lengths.sum()) // (num_replicas * token_budget)))
+    fits = [_fit(lengths[share], token_budget, fewest) for share in shares]
+    count = max(used for _, used in fits)
+    most = max(
+        int(loads(lengths, replicas, num_replicas).max()),
+        int(lengths.sum() * TOLERANCE / num_replicas),
+    )
+    for fewer in range(fewest, count):
+        whole = _fit_whole(lengths, num_replicas, token_budget, fewer, most)
+        if whole is not None:
+            return *whole, fewer
+    micro_batches = np.empty(len(lengths), np.int64)
+    for share, (fit, _) in zip(shares, fits, strict=True):
+        even = even_bins(lengths[share], count)
+        within = loads(lengths[share], even, count).max() <= token_budget
+        micro_batches[share] = even if within else fit
+    return replicas, micro_batches, count
+
+
+def _fit(lengths: _Ints, budget: int, fewest: int) -> tuple[_Ints, int]:
+    """Micro-batch of each sample within the budget, and how many: ``fewest`` if even ones fit."""
+    even = even_bins(lengths, fewest)
+    if loads(lengths, even, fewest).max() <= budget:
+        return even, fewest
+    fit = few_bins(lengths, budget)
+    return fit, int(fit.max()) + 1
+
+
+def _fit_whole(
+    lengths: _Ints, num_replicas: int, budget: int, count: int, most: int
+) -> tuple[_Ints, _Ints] | None:
+    """Replica and micro-batch of each sample, from micro-batches of all replicas together.
+
+    None if ``count`` a replica do not hold the samples, or some replica's would exceed ``most``.
+    """
+    fit, used = _fit(lengths, budget, count * num_replicas)
+    if used > count * num_replicas:
+        return None
+    sums = loads(lengths, fit, count * num_replicas)
+    replica_of = even_groups(sums, num_replicas)
+    if loads(sums, replica_of, num_replicas).max() > most:
+        return None
+    # Micro-batches of a replica are numbered in the order that they have among all.
+    index_of = np.empty(len(sums), np.int64)
+    index_of[np.argsort(replica_of, kind="stable")] = np.tile(np.arange(count), num_replicas)
+    return replica_of[fit], index_of[fit]
 
 
 def _check_budget(prompts: _Ints, responses: _Ints, token_budget: int) -> None:
@@ -117,35 +169,3 @@ def _check_budget(prompts: _Ints, responses: _Ints, token_budget: int) -> None:
             f"{responses[longest]}) does not fit train.max_tokens_per_gpu = {token_budget}; "
             "raise it to at least data.max_len"
         )
-
-
-def _balance(lengths: _Ints, num_bins: int) -> _Ints:
-    """Bin of each sample: longest first, each to the bin with the fewest tokens so far."""
-    bins = np.empty(len(lengths), np.int64)
-    heap = [(0, 0, index) for index in range(num_bins)]  # tokens, samples, bin
-    for item in np.argsort(-lengths, kind="stable"):
-        tokens, samples, index = heap[0]
-        bins[item] = index
-        heapq.heapreplace(heap, (tokens + int(lengths[item]), samples + 1, index))
-    return bins
-
-
-def _first_fit(lengths: _Ints, budget: int) -> _Ints:
-    """Bin of each sample: longest first, each to the first bin that has room for it."""
-    bins = np.empty(len(lengths), np.int64)
-    room: list[int] = []
-    for item in np.argsort(-lengths, kind="stable"):
-        length = int(lengths[item])
-        index = next((i for i, free in enumerate(room) if free >= length), len(room))
-        if index == len(room):
-            room.append(budget)
-        room[index] -= length
-        bins[item] = index
-    return bins
-
-
-def _fill(lengths: _Ints, num_bins: int, budget: int, fit: _Ints) -> _Ints:
-    """Even bins within the budget; ``fit``, which keeps it with no more bins, where they do not."""
-    even = _balance(lengths, num_bins)
-    loads = np.bincount(even, weights=lengths, minlength=num_bins)
-    return even if loads.max(initial=0) <= budget else fit

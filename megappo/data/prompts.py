@@ -112,7 +112,7 @@ class PromptDataset:
             keep_end = self._config.overlong_prompts == "left"
             ids = ids[-self._max_prompt_len :] if keep_end else ids[: self._max_prompt_len]
             text = str(self._tokenizer.decode(ids))  # what the policy is really asked
-        return Prompt(prompt_id=line - 1, token_ids=tuple(ids), text=text, label=row.label)
+        return Prompt(line - 1, tuple(ids), text, row.label, row.messages)
 
     def __iter__(self) -> Iterator[Prompt]:
         """All prompts in file order."""

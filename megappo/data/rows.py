@@ -23,10 +23,11 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row: the rendered prompt text, and the label as the file holds it."""
+    """A usable row: the rendered prompt text, the label as the file holds it, the chat if any."""
 
     text: str
     label: Any
+    messages: tuple[dict[str, Any], ...] | None = None
 
 
 class RowReader:
@@ -53,9 +54,12 @@ class RowReader:
         label = None
         if self._config.label_key is not None:
             label = self._field(fields, self._config.label_key, "data.label_key")
-        text = (
-            self._render_chat(prompt) if self._config.apply_chat_template else self._plain(prompt)
-        )
+        messages = None
+        if self._config.apply_chat_template:
+            messages = self._chat(prompt)
+            text = self._render_chat(messages)
+        else:
+            text = self._plain(prompt)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -63,7 +67,7 @@ class RowReader:
                 f"{self._config.input_key!r} holds half a surrogate pair "
                 f"(\\u{ord(text[error.start]):04x}), which is not a character"
             ) from error
-        return Row(text, label)
+        return Row(text, label, None if messages is None else tuple(messages))
 
     def _field(self, fields: dict[str, Any], name: str, key: str) -> Any:
         if name not in fields:
@@ -90,11 +94,12 @@ class RowReader:
             raise RowError(f"{name!r} is empty")
         return prompt
 
-    def _render_chat(self, prompt: Any) -> str:
+    def _chat(self, prompt: Any) -> list[dict[str, Any]]:
         if isinstance(prompt, list):
-            messages = self._messages(prompt)
-        else:
-            messages = [{"role": "user", "content": self._text(prompt)}]
+            return self._messages(prompt)
+        return [{"role": "user", "content": self._text(prompt)}]
+
+    def _render_chat(self, messages: list[dict[str, Any]]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True

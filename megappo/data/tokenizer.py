@@ -15,15 +15,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 _STOP_ID_FILES = ("generation_config.json", "config.json")
 
 
-def load_tokenizer(hf_dir: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    hf_dir: str | Path, key: str = "actor.model_name_or_path"
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local Hugging Face folder; code in the folder is never run.
+
+    Args:
+        hf_dir: the folder.
+        key: configuration key of the folder, for messages.
 
     Raises:
         ValueError: if the folder does not exist or holds no tokenizer that can be read.
     """
     folder = Path(hf_dir)
     if not folder.is_dir():
-        raise ValueError(f"no model folder at {folder} (actor.model_name_or_path)")
+        raise ValueError(f"no model folder at {folder} ({key})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -31,7 +37,7 @@ def load_tokenizer(hf_dir: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # broken files raise anything here, a bare Exception included
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"no tokenizer can be read from {folder} (actor.model_name_or_path): {reason[:300]}"
+            f"no tokenizer can be read from {folder} ({key}): {reason[:300]}"
         ) from error
     return cast(PreTrainedTokenizerBase, tokenizer)
 

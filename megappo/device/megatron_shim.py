@@ -2,7 +2,7 @@
 
 Used by ``import_hook`` only, and only where torch sees no CUDA device: on CUDA nothing here
 is applied. Tested with the versions in ``import_hook.TESTED_VERSIONS``. It knows nothing
-about models; the MoE modules are not covered yet.
+about models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MODULES_WITH_DEVICE_LITERALS = frozenset(
         "tensor_parallel.data",
         "tensor_parallel.random",
         "transformer.utils",
+        "transformer.moe.moe_utils",
         "optimizer.optimizer",
         "optimizer.distrib_optimizer",
         "optimizer.clip_grads",
@@ -115,11 +116,36 @@ def _patch_distrib_optimizer(module: ModuleType) -> None:
     vars(module).update(Adam=FusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
 
 
+def _patch_moe_utils(module: ModuleType) -> None:
+    """The router asks whether TransformerEngine's GEMM is None, but does not define it without."""
+    vars(module).update(te_general_gemm=None)
+
+
+def _splits_as_lists(
+    dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """What is left of the copies to the CPU where tensors are there already."""
+    for name in ("input_splits", "output_splits"):
+        splits = vars(dispatcher)[name]
+        if isinstance(splits, torch.Tensor):
+            vars(dispatcher)[name] = splits.tolist()
+    return tokens_per_expert
+
+
+def _patch_token_dispatcher(module: ModuleType) -> None:
+    """The dispatcher copies token counts to the CPU on a CUDA stream of its own."""
+    dispatcher = module.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = object()  # were it None, a CUDA stream would be made
+    dispatcher._maybe_dtoh_and_synchronize = _splits_as_lists
+
+
 PATCH_AFTER_LOAD: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _patch_jit,
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.optimizer": _patch_optimizer,
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
+    "megatron.core.transformer.moe.token_dispatcher": _patch_token_dispatcher,
 }
 
 

@@ -5,7 +5,8 @@ talking to the others, what it has to send and to receive. A sample's tokens go 
 stage (which embeds them) and its tokens, action mask and engine log-probs to the last stage
 (which computes log-probs and losses) of one replica; middle stages learn lengths only, from
 the plan. There is one point-to-point message per pair of ranks, and a local copy where the
-holder is itself a destination.
+holder is itself a destination. A holder need not be a rank of the mesh: in the group that
+tokens travel in, the mesh's ranks come first, and whoever comes after them only sends.
 
 Then the micro-batches are laid out: sequences end to end in the plan's order. This file does
 not know what a model or a loss is.
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.records import BatchPlan, PackedBatch, Rollouts
+from megappo.reshard.transport import Message, default_group, exchange
 from megappo.topology import Topology
 
 # Rows of a message [rows, T] (int32). A stage that only embeds is sent the first row alone.
@@ -32,10 +34,12 @@ def load_micro_batches(
     *,
     multiple: int,
     device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> list[list[PackedBatch]]:
     """Exchange the batch's tokens and lay out this rank's micro-batches.
 
-    Every rank of the mesh calls this together, with the same plan.
+    Every rank of the mesh calls this together, with the same plan, while holders outside of
+    the mesh call ``send_tokens``.
 
     Args:
         plan: where every sample goes.
@@ -44,6 +48,7 @@ def load_micro_batches(
         rank: this rank.
         multiple: T of every micro-batch is rounded up to a multiple of this.
         device: where the micro-batches live.
+        group: what tokens travel in; its first ranks are the mesh's. The default group if None.
 
     Returns:
         ``[step][i]``, the i-th micro-batch of each optimizer step on this rank's replica.
@@ -52,7 +57,7 @@ def load_micro_batches(
         ValueError: when a rank does not hold a sample that the plan expects it to hold.
     """
     width = message_width(topology, rank)
-    inbox = _exchange(plan, rollouts, topology, rank, width, device)
+    inbox = _exchange(plan, rollouts, topology, rank, width, device, group)
     rows = [source_rows(plan, source, topology.coordinates(rank).dp) for source in sorted(inbox)]
     # Every row of the replica starts somewhere in the flat received array.
     order = np.concatenate(rows) if rows else np.empty(0, np.int64)
@@ -71,6 +76,27 @@ def load_micro_batches(
         ]
         for step, count in enumerate(plan.num_micro_batches)
     ]
+
+
+def send_tokens(
+    plan: BatchPlan,
+    rollouts: Rollouts | None,
+    topology: Topology,
+    rank: int,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """The part of a rank beyond the mesh: send what it holds to the ranks that train on it.
+
+    Args as in ``load_micro_batches``; ``rank`` is at least the mesh's size.
+
+    Raises:
+        ValueError: when this rank does not hold a sample that the plan expects it to hold.
+    """
+    assert rank >= topology.world_size, (rank, topology)
+    for work in exchange(group, [], _outgoing(plan, rollouts, topology, rank, device)):
+        work.wait()
 
 
 def message_width(topology: Topology, rank: int) -> int:
@@ -140,33 +166,49 @@ def _exchange(
     rank: int,
     width: int,
     device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, torch.Tensor]:
     """Send and receive; returns int32 [width, T] by source rank, in the order of plan rows."""
     lengths = _lengths(plan)
     replica = topology.coordinates(rank).dp
     inbox: dict[int, torch.Tensor] = {}
-    operations: list[dist.P2POp] = []
+    incoming: list[Message] = []
+    outgoing: list[Message] = []
     if width:
         for source in np.unique(plan.holder_ranks[plan.replicas == replica]).tolist():
             if source != rank:
                 count = int(lengths[source_rows(plan, source, replica)].sum())
                 inbox[source] = torch.empty(width, count, dtype=torch.int32, device=device)
-                operations.append(dist.P2POp(dist.irecv, inbox[source], source))
-    for target_replica in range(topology.dp):
-        rows = source_rows(plan, rank, target_replica)
+                incoming.append((inbox[source], source))
+    for message, target in _outgoing(plan, rollouts, topology, rank, device):
+        if target == rank:
+            inbox[rank] = message
+        else:
+            outgoing.append((message, target))
+    if incoming or outgoing:
+        for work in exchange(group or default_group(), incoming, outgoing):
+            work.wait()
+    return inbox
+
+
+def _outgoing(
+    plan: BatchPlan,
+    rollouts: Rollouts | None,
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+) -> list[Message]:
+    """What ``rank`` holds, once for every rank that reads it, itself included."""
+    messages: list[Message] = []
+    for replica in range(topology.dp):
+        rows = source_rows(plan, rank, replica)
         if not len(rows):
             continue
         message = _message(plan, rollouts, rank, rows).to(device)
-        for target in topology.replica_ranks(target_replica):
-            target_width = message_width(topology, target)
-            if target == rank and width:
-                inbox[rank] = message[:width]
-            elif target != rank and target_width:
-                operations.append(dist.P2POp(dist.isend, message[:target_width], target))
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    return inbox
+        for target in topology.replica_ranks(replica):
+            if width := message_width(topology, target):
+                messages.append((message[:width], target))
+    return messages
 
 
 def _pack(

@@ -76,6 +76,8 @@ class Role:
                 sequence_parallel=mesh.sequence_parallel,
                 recompute=mesh.recompute,
                 seed=mesh.seed,
+                fp8=mesh.fp8,
+                implementation=mesh.implementation,
             )
         )
         self.layout: Layout = megatron_layout(self.shape, topology, value_head=value_head)
@@ -91,9 +93,12 @@ class Role:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by the names of ``layout``."""
-        assert len(self.modules) == 1
-        return {name: p.detach() for name, p in self.modules[0].named_parameters()}
+        """This rank's live parameters by the names of ``layout``: chunk number, then Megatron's."""
+        return {
+            f"{chunk}.{name}": parameter.detach()
+            for chunk, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+        }
 
     @property
     def lr(self) -> float:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ACTOR, CRITIC, REF = "actor", "critic", "ref"
-"""Names of the roles, the same in every layer above."""
+from megappo.device.platform import Implementation
+from megappo.models.fp8 import Fp8
+
+ACTOR, CRITIC, REF, REWARD = "actor", "critic", "ref", "reward"
+"""Names of the roles, the same in every layer above. ``REWARD`` may stand for several models."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class MeshSettings:
         use_distributed_optimizer: shard optimizer state over the replicas.
         temperature: logits are divided by this before log-softmax; above 0.
         seed: initialises a fresh value head and Megatron's random state.
+        fp8: what the linear layers compute in FP8, if anything.
+        implementation: whose layers models have; TransformerEngine's where they can be, if None.
     """
 
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -32,6 +37,8 @@ class MeshSettings:
     use_distributed_optimizer: bool = True
     temperature: float = 1.0
     seed: int = 42
+    fp8: Fp8 | None = None
+    implementation: Implementation | None = None
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,16 @@ class RoleSettings:
     """One model on the mesh.
 
     Attributes:
-        name: what the driver calls it ("actor", "critic", "ref").
+        name: what the driver calls it ("actor", "critic", "ref"); reward models are "reward",
+            "reward_2" and so on, and are called together as "reward".
         hf_dir: Hugging Face folder that the weights are read from.
         head: logits over the vocabulary, or one value per token.
         optimizer: None for a frozen role.
         loss: the loss of a trainable role; its type must fit ``head``.
+        reads: the policy's tokens, or (reward models) texts or chats, encoded anew.
+        offload: be in host memory while other roles, or engines, are at work.
+        in_place_of: a role with the same model, added before and not trained yet, whose tensors
+            hold this one's weights while it is at work; else they are in host memory.
     """
 
     name: str
@@ -87,6 +99,9 @@ class RoleSettings:
     head: Literal["lm", "value"]
     optimizer: OptimizerSettings | None = None
     loss: PolicyLossSettings | ValueLossSettings | None = None
+    reads: Literal["tokens", "text", "chat"] = "tokens"
+    offload: bool = False
+    in_place_of: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ class PackedAttention(nn.Module):
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
-        """Keep the scale; the core has no parameters."""
+        """Keep scale and window; the core has no parameters."""
         super().__init__()
         assert config.context_parallel_size == 1
         self.softmax_scale = softmax_scale
+        self._window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self,
@@ -49,7 +50,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSeqParams,
         **unused: Any,
     ) -> torch.Tensor:
-        """Attend within each sequence.
+        """Attend within each sequence, and within the configuration's window if it has one.
 
         Neighbours of equal length go through the kernel together.
 
@@ -66,20 +67,32 @@ class PackedAttention(nn.Module):
         """
         assert attention_mask is None
         ends = packed_seq_params.cu_seqlens_q
-        outputs: list[torch.Tensor] = []
-        start = 0
-        for length, run in groupby((ends[1:] - ends[:-1]).tolist()):
-            count = len(list(run))
-            if length == 0:
-                continue
-            stop = start + count * length
-            q, k, v = (
-                x[start:stop].unflatten(0, (count, length)).transpose(1, 2)
-                for x in (query, key, value)
-            )
-            out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-            )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-            start = stop
-        return torch.cat(outputs).flatten(1)
+        runs = [
+            (len(list(run)), length)
+            for length, run in groupby((ends[1:] - ends[:-1]).tolist())
+            if length > 0
+        ]
+        if len(runs) == 1:  # splitting and joining would copy, for nothing
+            return self._attend(runs[0], query, key, value)
+        # Split, not sliced: a slice's backward fills a gradient of all tokens with zeros.
+        sizes = [count * length for count, length in runs]
+        parts = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+        return torch.cat([self._attend(*part) for part in parts])
+
+    def _attend(
+        self, run: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of n sequences of L tokens, run (n, L): [n L, heads * head_dim]."""
+        q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in (query, key, value))
+        mask = self._mask(run[1], query.device)
+        output = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
+        return output.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Which tokens see which, bool [length, length]; None where all before are seen."""
+        if self._window is None or length <= self._window:
+            return None
+        mask = torch.ones(length, length, dtype=torch.bool, device=device)
+        return mask.tril().triu(1 - self._window)

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-# Stands for "no column here" where -inf would turn 0 * inf into NaN.
-_NO_MAXIMUM = -1e30
+# Stands for "no column here" and for a masked-out one, where -inf would turn 0 * inf into NaN.
+_NO_LOGIT = -1e30
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class _Columns:
             rows = slice(start, min(start + self.chunk_tokens, num_tokens))
             scaled = buffer[: rows.stop - start]
             # The padded columns are cut off here; whatever they hold never enters.
-            scaled.copy_(logits[rows, : self.count]).div_(self.temperature)
+            scaled.copy_(logits[rows, : self.count])
+            if self.temperature != 1:
+                scaled.div_(self.temperature)
+            scaled.clamp_(min=_NO_LOGIT)
             yield rows, scaled
 
     def locate(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +64,7 @@ def _local_sums(
     The sums are: the label's logit (0 on other ranks), Σ exp(x - m), Σ exp(x - m) (x - m).
     """
     num_tokens = len(logits)
-    maximum = torch.full((num_tokens,), _NO_MAXIMUM, dtype=torch.float32, device=logits.device)
+    maximum = torch.full((num_tokens,), _NO_LOGIT, dtype=torch.float32, device=logits.device)
     sums = torch.zeros(3 if with_entropy else 2, num_tokens, device=logits.device)
     for rows, scaled in columns.chunks(logits):
         column, ours = columns.locate(labels[rows])
@@ -176,7 +179,8 @@ def log_probs_and_entropy(
 
     Args:
         logits: float [T, V], this rank's columns; rank r holds columns r V to (r + 1) V - 1.
-            They must not change between forward and backward.
+            They must not change between forward and backward. -inf masks a column out: it has
+            no probability, no entropy and no gradient.
         labels: int64 [T], each at least 0 and below ``vocab_size``.
         temperature: Above 0; divides the logits in float32.
         vocab_size: True size of the vocabulary; columns from it on are padding, and ignored.

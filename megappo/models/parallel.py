@@ -26,6 +26,9 @@ def initialize(topology: Topology, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=1,
     )
     place = topology.coordinates(torch.distributed.get_rank())
     stage_seed = seed + _SEED_STRIDE_PER_STAGE * place.pp
@@ -34,6 +37,8 @@ def initialize(topology: Topology, seed: int) -> None:
     assert place.tp == parallel_state.get_tensor_model_parallel_rank()
     assert place.pp == parallel_state.get_pipeline_model_parallel_rank()
     assert place.dp == parallel_state.get_data_parallel_rank()
+    stage_rank = place.dp * topology.tp + place.tp
+    assert stage_rank % topology.ep == parallel_state.get_expert_model_parallel_rank()
 
 
 def destroy() -> None:

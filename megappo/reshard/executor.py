@@ -1,27 +1,35 @@
 """Carries out a weight plan over a process group: each rank gets exactly its own bytes.
 
 What stays on its rank is copied straight from tensor to tensor. What moves goes point to
-point, one contiguous message per pair of ranks and round, packed and cast to the receiver's
-type by the sender, through staging buffers of fixed size. No tensor is ever whole anywhere
-unless the destination layout says so. Knows no model: ``weights`` made the plan.
+point, cast to the receiver's type by the sender; small copies are packed through staging
+buffers of fixed size, large ones go straight out of and into the tensors where they can.
+While a round travels, the next one is packed. No tensor is ever whole anywhere unless the
+destination layout says so. Knows no model: ``weights`` made the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megappo.reshard.schedule import ALIGNMENT, Copies, Schedule, aligned, make_schedule
-from megappo.weights.layout import Ints, Layout, box_index
+from megappo.config.errors import OtherRankError
+from megappo.reshard.checksum import checksums
+from megappo.reshard.formats import DTYPES, MAX_NAMES, Named, Side, agree, formats
+from megappo.reshard.messages import Messages, Spot, Tensors, spot
+from megappo.reshard.schedule import ALIGNMENT, make_schedule
+from megappo.reshard.transport import default_group, exchange, gather, total
+from megappo.weights.layout import Ints
 from megappo.weights.plan import Plan
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STAGING_BYTES = 512 * 1024**2
+# Staging is cut into as many buffers: in each direction one that travels and one at work.
+BUFFERS = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class TransferStats:
         bytes_sent: Payload that went to other ranks.
         bytes_kept: Payload copied from this rank's own tensors.
         bytes_zeroed: Padding that was written as zeros.
+        bytes_staging: Memory that the staging buffers took.
         num_rounds: Rounds in which this rank sent or received.
     """
 
@@ -40,6 +49,7 @@ class TransferStats:
     bytes_sent: int
     bytes_kept: int
     bytes_zeroed: int
+    bytes_staging: int
     num_rounds: int
 
 
@@ -49,9 +59,10 @@ class Executor:
     Args:
         plan: The same on all ranks of the group.
         rank: This rank in the plan, which is its rank in the group.
-        group: Process group; the default group if None.
-        staging_bytes: Bound on the staging memory, half of it for each direction.
+        group: Any process group, a joint one too; the default group if None.
+        staging_bytes: Bound on the staging memory, both directions together.
         device: Where tensors and staging buffers live.
+        verify: Compare checksums of what was sent and what arrived; the same on all ranks.
     """
 
     def __init__(
@@ -62,22 +73,26 @@ class Executor:
         *,
         staging_bytes: int = STAGING_BYTES,
         device: torch.device | None = None,
+        verify: bool = False,
     ) -> None:
         """Keeps the plan; the schedule is made at the first run, when dtypes are known."""
-        if staging_bytes < 2 * ALIGNMENT:
-            raise ValueError(f"staging_bytes = {staging_bytes} is below {2 * ALIGNMENT}")
+        if staging_bytes < BUFFERS * ALIGNMENT:
+            raise ValueError(f"staging_bytes = {staging_bytes} is below {BUFFERS * ALIGNMENT}")
         self._plan = plan
         self._rank = rank
-        self._group = group
+        self._sides = (
+            Side("source", plan.source, rank),
+            Side("destination", plan.destination, rank),
+        )
+        self._group = default_group() if group is None else group
         self._device = device or torch.device("cpu")
-        self._buffer_bytes = staging_bytes // 2 // ALIGNMENT * ALIGNMENT
-        self._codes: Ints = np.empty(0, dtype=np.int64)
-        self._schedule: Schedule | None = None
+        self._verify = verify
+        self._buffer_bytes = staging_bytes // BUFFERS // ALIGNMENT * ALIGNMENT
+        self._agreed: Ints = np.empty(0, dtype=np.int64)
+        self._work: _Work | None = None
 
     @torch.no_grad()
-    def run(
-        self, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
-    ) -> TransferStats:
+    def run(self, source: Named, destination: Named) -> TransferStats:
         """Writes every element of ``destination``; all ranks of the group call it together.
 
         Args:
@@ -85,169 +100,155 @@ class Executor:
             destination: Its tensors by the names of the destination layout.
 
         Raises:
-            ValueError: on all ranks, when one rank's tensors are not those of its layout.
+            ValueError: on all ranks, before anything moves, when one rank's tensors are not
+                those of its layout; after it, when checksums differ.
+            RuntimeError: when another rank failed while moving, or did not answer within the
+                group's timeout. The destination is a mixture until a run succeeds.
         """
-        plan = self._plan
-        problem = _mismatch("source", source, plan.source, self._rank)
-        problem = problem or _mismatch("destination", destination, plan.destination, self._rank)
-        codes = self._exchange_dtypes(destination, problem)
-        if self._schedule is None or not np.array_equal(codes, self._codes):
-            itemsize = np.array([d.itemsize for d in DTYPES])[codes]
-            self._schedule = make_schedule(plan, self._rank, itemsize, self._buffer_bytes)
-            self._codes = codes
-        tensors = _by_id(source, plan.source, self._rank)
-        written = _by_id(destination, plan.destination, self._rank)
-        zeroed = self._fill_zeros(written)
-        kept = self._copy_kept(tensors, written, self._schedule.kept)
-        num_rounds = self._move(tensors, written, self._schedule, codes)
+        plan, rank = self._plan, self._rank
+        here, there = self._sides
+        agreed = agree([(here, source), (there, destination)], self._group, self._device)
+        if self._work is None or not np.array_equal(agreed, self._agreed):
+            self._work = _Work(plan, rank, agreed, self._buffer_bytes, self._largest)
+            self._agreed = agreed
+        work = self._work
+        tensors, written = here.by_id(source), there.by_id(destination)
+        faults = _Faults()
+        bytes_staging = self._move(work, tensors, written, faults)
+        self._raise_together(faults)
+        if self._verify:
+            sums = checksums(plan, rank, tensors, written, work.types, self._device)
+            self._compare(sums)
         return TransferStats(
-            bytes_received=int(self._schedule.receives.num_bytes.sum()),
-            bytes_sent=int(self._schedule.sends.num_bytes.sum()),
-            bytes_kept=kept,
-            bytes_zeroed=zeroed,
-            num_rounds=num_rounds,
+            bytes_received=work.receives.num_bytes,
+            bytes_sent=work.sends.num_bytes,
+            bytes_kept=sum(there.num_bytes for _, there in work.kept),
+            bytes_zeroed=sum(cell.num_bytes for cell in work.zeros),
+            bytes_staging=bytes_staging,
+            num_rounds=len(work.rounds),
         )
 
-    def _exchange_dtypes(
-        self, destination: Mapping[str, torch.Tensor], problem: str | None
-    ) -> Ints:
-        """Every destination tensor's index in ``DTYPES``, agreed on by all ranks."""
-        layout = self._plan.destination
-        counts = np.bincount(layout.local_rank, minlength=layout.world_size)
-        own = torch.zeros(1 + int(counts.max()), dtype=torch.uint8)
-        if problem:
-            own[0] = 1
-        else:
-            codes = [DTYPES.index(destination[n].dtype) for n in layout.local_ids(self._rank)]
-            own[1 : 1 + len(codes)] = torch.tensor(codes, dtype=torch.uint8)
-        own = own.to(self._device)
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(gathered, own, group=self._group)
-        if problem:
-            raise ValueError(problem)
-        table = torch.stack(gathered).cpu().numpy().astype(np.int64)
-        if table[:, 0].any():
-            ranks = ", ".join(map(str, np.flatnonzero(table[:, 0])))
-            raise ValueError(f"weights were not moved: tensors do not fit their layout on {ranks}")
-        result = np.zeros(len(layout.local_rank), dtype=np.int64)
-        for rank, row in enumerate(table[: layout.world_size]):
-            result[layout.local_rank == rank] = row[1 : 1 + counts[rank]]
-        return result
+    def _move(self, work: _Work, tensors: Tensors, written: Tensors, faults: _Faults) -> int:
+        """Sends and receives; while a round travels, its neighbours are packed and unpacked.
 
-    def _fill_zeros(self, written: Mapping[int, torch.Tensor]) -> int:
-        layout = self._plan.destination
-        num_bytes = 0
-        for i in np.flatnonzero(layout.local_rank[layout.zero_local] == self._rank):
-            tensor = written[int(layout.zero_local[i])]
-            box = _box(tensor, layout.zero_start[i], layout.zero_extent[i])
-            num_bytes += box.zero_().nbytes
-        return num_bytes
-
-    def _copy_kept(
-        self, tensors: Mapping[int, torch.Tensor], written: Mapping[int, torch.Tensor], kept: Ints
-    ) -> int:
-        plan, num_bytes = self._plan, 0
-        for i in kept:
-            here = tensors[int(plan.source_local[i])]
-            there = written[int(plan.destination_local[i])]
-            target = _box(there, plan.destination_start[i], plan.extent[i])
-            source = _box(here, plan.source_start[i], plan.extent[i])
-            num_bytes += target.copy_(source.view(target.shape)).nbytes
-        return num_bytes
-
-    def _move(
-        self,
-        tensors: Mapping[int, torch.Tensor],
-        written: Mapping[int, torch.Tensor],
-        schedule: Schedule,
-        codes: Ints,
-    ) -> int:
-        """Sends and receives round by round; a round waits only for its own messages."""
-        sends, receives = _Messages(schedule.sends, codes), _Messages(schedule.receives, codes)
+        A fault of this rank must not keep the others waiting: its messages go out whatever
+        they hold, and ``faults`` tells afterwards. Returns the size of the buffers.
+        """
+        sends, receives = work.sends, work.receives
         out, into = (
-            torch.empty(m.buffer_bytes, dtype=torch.uint8, device=self._device)
-            for m in (sends, receives)
+            torch.empty((2, side.buffer_bytes), dtype=torch.uint8, device=self._device)
+            for side in (sends, receives)
         )
-        rounds = sorted({*schedule.sends.round.tolist(), *schedule.receives.round.tolist()})
-        for now in rounds:
-            operations = []
-            for peer, begin, end in receives.messages(now):
-                operations.append(self._operation(dist.irecv, into[begin:end], peer))
-            for row, cell in sends.cells(now, out):
-                tensor = tensors[int(sends.copies.local[row])]
-                box = _box(tensor, sends.copies.start[row], sends.copies.extent[row])
-                cell.view(box.shape).copy_(box)
-            for peer, begin, end in sends.messages(now):
-                operations.append(self._operation(dist.isend, out[begin:end], peer))
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            for row, cell in receives.cells(now, into):
-                tensor = written[int(receives.copies.local[row])]
-                box = _box(tensor, receives.copies.start[row], receives.copies.extent[row])
-                box.copy_(cell.view(box.shape))
-        return len(rounds)
+        meanwhile: Callable[[], None] = partial(work.copy_on_the_spot, tensors, written, faults)
+        for turn, now in enumerate(work.rounds):
+            packed, brought = out[turn % 2], into[turn % 2]
+            with faults.noted():
+                sends.pack(now, tensors, packed)
+            travelling = exchange(
+                self._group,
+                receives.messages(now, written, brought),
+                sends.messages(now, tensors, packed),
+            )
+            meanwhile()
+            meanwhile = partial(work.land, travelling, now, written, brought, faults)
+        meanwhile()
+        return out.nbytes + into.nbytes
 
-    def _operation(self, kind: Callable[..., Any], message: torch.Tensor, peer: int) -> dist.P2POp:
-        world_rank = dist.get_global_rank(self._group, peer) if self._group else peer
-        return dist.P2POp(kind, message, world_rank, self._group)
+    def _largest(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        return int(gather(self._group, torch.tensor([number], device=self._device)).max())
 
+    def _raise_together(self, faults: _Faults) -> None:
+        """Raises on all ranks when one of them failed."""
+        own = torch.tensor([faults.first is not None], dtype=torch.uint8, device=self._device)
+        failed = gather(self._group, own).flatten().cpu().numpy()
+        if faults.first is not None:
+            raise faults.first
+        if failed.any():
+            ranks = ", ".join(map(str, np.flatnonzero(failed)))
+            raise OtherRankError(f"weights moved in part: rank {ranks} failed, its log says why")
 
-class _Messages:
-    """Where the copies of one direction lie in its staging buffer, round by round."""
-
-    def __init__(self, copies: Copies, codes: Ints) -> None:
-        self.copies = copies
-        self._dtype = [DTYPES[c] for c in codes[copies.destination_local]]
-        size = aligned(copies.num_bytes)
-        end = np.cumsum(size)
-        # Each round starts again at the buffer's first byte.
-        _, first, count = np.unique(copies.round, return_index=True, return_counts=True)
-        self._begin = end - size - np.repeat((end - size)[first], count)
-        self._end = self._begin + size
-        self.buffer_bytes = int(self._end.max(initial=0))
-
-    def _rows(self, now: int) -> range:
-        return range(*np.searchsorted(self.copies.round, (now, now + 1)).tolist())
-
-    def messages(self, now: int) -> Iterator[tuple[int, int, int]]:
-        """Peer and byte range of each message of a round."""
-        rows = self._rows(now)
-        peers = self.copies.peer[rows.start : rows.stop]
-        for peer in np.unique(peers):
-            first, last = np.searchsorted(peers, (peer, peer + 1)) + rows.start
-            yield int(peer), int(self._begin[first]), int(self._end[last - 1])
-
-    def cells(self, now: int, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Row and flat view into the buffer of each copy of a round."""
-        for row in self._rows(now):
-            begin = int(self._begin[row])
-            payload = buffer[begin : begin + int(self.copies.num_bytes[row])]
-            yield row, payload.view(self._dtype[row])
+    def _compare(self, sums: torch.Tensor) -> None:
+        different = np.flatnonzero(total(self._group, sums).cpu().numpy())
+        if len(different):
+            names = [self._plan.destination.canonical_names[i] for i in different[:MAX_NAMES]]
+            raise ValueError(
+                f"checksums of {len(different)} tensors differ between trainer and engine after "
+                f"a weight sync: {', '.join(names)}"
+            )
 
 
-def _box(tensor: torch.Tensor, start: Ints, extent: Ints) -> torch.Tensor:
-    return tensor[box_index(start, extent, tensor.dim())]
+class _Work:
+    """What one rank does in a run, for tensors of the formats that were agreed on."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        agreed: Ints,
+        buffer_bytes: int,
+        largest: Callable[[int], int],
+    ) -> None:
+        found = formats(plan, agreed)
+        schedule = make_schedule(plan, rank, found, buffer_bytes, largest)
+        source, destination = plan.source, plan.destination
+        self.types: Sequence[torch.dtype] = [DTYPES[i] for i in found.destination_type]
+        self.sends = Messages(schedule.sends, source, self.types)
+        self.receives = Messages(schedule.receives, destination, self.types)
+        self.rounds = sorted(self.sends.rounds | self.receives.rounds)
+        self.kept: list[tuple[Spot, Spot]] = []
+        for i in schedule.kept:
+            extent, there = plan.extent[i], int(plan.destination_local[i])
+            num_bytes = int(extent.prod() * found.itemsize[there])
+            self.kept.append(
+                (
+                    spot(
+                        source, int(plan.source_local[i]), plan.source_start[i], extent, num_bytes
+                    ),
+                    spot(destination, there, plan.destination_start[i], extent, num_bytes),
+                )
+            )
+        self.zeros: list[Spot] = []
+        for i in np.flatnonzero(destination.local_rank[destination.zero_local] == rank):
+            extent, there = destination.zero_extent[i], int(destination.zero_local[i])
+            num_bytes = int(extent.prod() * found.itemsize[there])
+            start = destination.zero_start[i]
+            self.zeros.append(spot(destination, there, start, extent, num_bytes))
+
+    def copy_on_the_spot(self, tensors: Tensors, written: Tensors, faults: _Faults) -> None:
+        """Does what needs no other rank: padding, and copies within this one."""
+        with faults.noted():
+            for there in self.zeros:
+                there.box(written).zero_()
+            for here, there in self.kept:
+                target = there.box(written)
+                target.copy_(here.box(tensors).view(target.shape))
+
+    def land(
+        self,
+        travelling: list[dist.Work],
+        now: int,
+        written: Tensors,
+        buffer: torch.Tensor,
+        faults: _Faults,
+    ) -> None:
+        """Waits for a round's messages and unpacks them."""
+        for work in travelling:
+            work.wait()
+        with faults.noted():
+            self.receives.unpack(now, written, buffer)
 
 
-def _by_id(
-    tensors: Mapping[str, torch.Tensor], layout: Layout, rank: int
-) -> dict[int, torch.Tensor]:
-    return {i: tensors[name] for name, i in layout.local_ids(rank).items()}
+class _Faults:
+    """Remembers this rank's first exception, so that it can be raised when all have moved."""
 
+    def __init__(self) -> None:
+        self.first: Exception | None = None
 
-def _mismatch(
-    side: str, tensors: Mapping[str, torch.Tensor], layout: Layout, rank: int
-) -> str | None:
-    """Why these tensors are not those of the layout; None when they are."""
-    shapes = layout.local_shapes(rank) if rank < layout.world_size else {}
-    odd = sorted(set(tensors) ^ set(shapes))
-    if odd:
-        where = "has no such tensor" if odd[0] in shapes else "is not in the layout"
-        return f"rank {rank}: {side} tensor {odd[0]} {where} ({len(odd)} names differ)"
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            found = tuple(tensors[name].shape)
-            return f"rank {rank}: {side} tensor {name} has shape {found}, the layout says {shape}"
-        if tensors[name].dtype not in DTYPES:
-            return f"rank {rank}: {side} tensor {name} has type {tensors[name].dtype}"
-    return None
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keeps an exception of the block instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self.first = self.first or error

@@ -2,8 +2,7 @@
 
 ``import_hf`` copies the slices that a rank needs from safetensors into its live tensors;
 ``export_hf`` sends whole tensors to rank 0, a bucket at a time, and rank 0 writes them. No
-rank other than 0 sees more than its own shards, and rank 0 never more than a bucket and a
-file shard.
+rank other than 0 sees more than its own shards, and rank 0 never more than a bucket.
 """
 
 from __future__ import annotations
@@ -19,24 +18,133 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from megappo.config.errors import OtherRankError
 from megappo.reshard.executor import STAGING_BYTES, Executor
 from megappo.weights.canonical import canonical_tensors, files_layout
 from megappo.weights.families import FAMILIES, VALUE_HEAD
-from megappo.weights.hf_files import CheckpointReader, CheckpointWriter, listing
+from megappo.weights.hf_files import (
+    SHARD_BYTES,
+    CheckpointReader,
+    CheckpointWriter,
+    Entry,
+    listing,
+)
 from megappo.weights.layout import Layout, box_index, split_box, unpadded
 from megappo.weights.plan import plan
+from megappo.weights.scratch import Scratch
 from megappo.weights.shape import ModelShape
 
 Result = TypeVar("Result")
 READ_ELEMENTS = 16 * 1024**2
 BUCKET_BYTES = 1024**3
-SHARD_BYTES = 2 * 1024**3
 # Tensors of checkpoint files that are no weights of the model: buffers that old versions of
 # transformers saved, and an output head that a tied or a value model does not use.
 UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
-@torch.no_grad()
+class LocalReader:
+    """A rank's tensors out of a checkpoint folder, one by one, reading only what it holds.
+
+    Args:
+        reader: Checkpoint folder.
+        layout: Where the model's weights are.
+        rank: The rank in the layout.
+
+    Raises:
+        ValueError: when the folder lacks a tensor (a value head may be absent), has one that
+            the model does not know, or has one of another shape.
+    """
+
+    def __init__(self, reader: CheckpointReader, layout: Layout, rank: int) -> None:
+        """Compares names and shapes with the headers of the files; reads no weight."""
+        _check_files(reader, layout)
+        self._reader = reader
+        self._layout = layout
+        self._ids = layout.local_ids(rank)
+        self.shapes = layout.local_shapes(rank)
+        self._ndims = {
+            name: len(reader.shape(name)) for name in layout.canonical_names if name in reader.names
+        }
+        self._boxes = boxes_by_tensor(layout, rank)
+        self._zeros: dict[int, list[int]] = {}
+        for row in np.flatnonzero(layout.local_rank[layout.zero_local] == rank).tolist():
+            self._zeros.setdefault(int(layout.zero_local[row]), []).append(row)
+        self._scratch = Scratch()
+        self._last: tuple[str, torch.dtype] | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has a local tensor; it may lack a value head only."""
+        boxes = self._boxes.get(self._ids[name], [])
+        return all(self._canonical(b) in self._ndims for b in boxes)
+
+    @torch.no_grad()
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Writes a local tensor into ``target``, cast from the file's type to its own."""
+        layout, local = self._layout, self._ids[name]
+        for b in self._boxes.get(local, []):
+            canonical = self._canonical(b)
+            ndim = self._ndims[canonical]
+            for offset, extent in zip(*split_box(layout.box_extent[b], READ_ELEMENTS), strict=True):
+                box = target[box_index(layout.box_local_start[b] + offset, extent, target.dim())]
+                start = unpadded(layout.box_canonical_start[b] + offset, ndim)
+                part = self._reader.read(canonical, start, unpadded(extent, ndim))
+                box.copy_(part.view(box.shape))
+        for z in self._zeros.get(local, []):
+            target[box_index(layout.zero_start[z], layout.zero_extent[z], target.dim())].zero_()
+
+    def part(self, name: str, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        """A run of a local tensor's elements, in the order of memory.
+
+        The file's own memory where the run is a whole tensor there, else memory that the next
+        call may use again: not to be written, and not to be kept.
+
+        Args:
+            name: Local tensor.
+            dtype: Type that it is cast to.
+            start: First element.
+            count: Number of elements.
+        """
+        for b in self._boxes.get(self._ids[name], []):
+            canonical = self._canonical(b)
+            size = self._reader.shape(canonical)
+            if (
+                run_of_box(self._layout, b) == (start, count)
+                and prod(size) == count
+                and self._reader.dtype(canonical) == dtype
+            ):
+                return self._reader.read(canonical, (0,) * len(size), size).reshape(-1)
+        if self._last != (name, dtype):
+            self._scratch.take(self.shapes[name], dtype)
+            self.fill(name, self._scratch.tensor)
+            self._last = (name, dtype)
+        return self._scratch.tensor.view(-1)[start : start + count]
+
+    def _canonical(self, box: int) -> str:
+        return str(self._layout.canonical_names[self._layout.box_canonical[box]])
+
+
+def run_of_box(layout: Layout, box: int) -> tuple[int, int] | None:
+    """First element and number of a box in its local tensor's memory; None if not one run."""
+    shape = layout.local_shape[layout.first_local[layout.box_tensor[box]]].tolist()
+    extent = layout.box_extent[box].tolist()
+    first = next((i for i, n in enumerate(extent) if n > 1), len(extent) - 1)
+    if extent[first + 1 :] != shape[first + 1 :]:
+        return None
+    start = layout.box_local_start[box].tolist()
+    return start[0] * shape[1] * shape[2] + start[1] * shape[2] + start[2], prod(extent)
+
+
+def boxes_by_tensor(layout: Layout, rank: int) -> dict[int, list[int]]:
+    """The boxes of each local tensor of a rank; touches no other rank's pieces."""
+    ids = np.flatnonzero(layout.local_rank == rank)
+    tensors = np.searchsorted(layout.first_local, ids, side="right") - 1
+    local = dict(zip(tensors.tolist(), ids.tolist(), strict=True))
+    boxes: dict[int, list[int]] = {}
+    for box in np.flatnonzero(np.isin(layout.box_tensor, tensors)).tolist():
+        boxes.setdefault(local[int(layout.box_tensor[box])], []).append(box)
+    return boxes
+
+
 def import_hf(
     reader: CheckpointReader, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> None:
@@ -52,31 +160,17 @@ def import_hf(
             file's type to theirs.
 
     Raises:
-        ValueError: when the folder lacks a tensor, has one that the model does not know, or
-            has one of another shape; or when ``tensors`` are not those of the layout.
+        ValueError: when the folder is not that model's (see ``LocalReader``); or when
+            ``tensors`` are not those of the layout.
     """
-    _check_files(reader, layout)
-    shapes = layout.local_shapes(rank)
+    local = LocalReader(reader, layout, rank)
     found = {name: tuple(t.shape) for name, t in tensors.items()}
-    if found != shapes:
-        odd = sorted(set(found.items()) ^ set(shapes.items()))[0]
+    if found != local.shapes:
+        odd = sorted(set(found.items()) ^ set(local.shapes.items()))[0]
         raise ValueError(f"rank {rank} holds other tensors than its layout says, first: {odd}")
-    local = {i: tensors[name] for name, i in layout.local_ids(rank).items()}
-    ndims = {
-        name: len(reader.shape(name)) for name in layout.canonical_names if name in reader.names
-    }
-    for p in np.flatnonzero(layout.local_rank[layout.piece_local] == rank):
-        name = layout.canonical_names[layout.piece_canonical[p]]
-        if name not in ndims:
-            continue
-        target = local[int(layout.piece_local[p])]
-        for offset, extent in zip(*split_box(layout.piece_extent[p], READ_ELEMENTS), strict=True):
-            box = target[box_index(layout.piece_local_start[p] + offset, extent, target.dim())]
-            start = unpadded(layout.piece_canonical_start[p] + offset, ndims[name])
-            box.copy_(reader.read(name, start, unpadded(extent, ndims[name])).view(box.shape))
-    for z in np.flatnonzero(layout.local_rank[layout.zero_local] == rank):
-        target = local[int(layout.zero_local[z])]
-        target[box_index(layout.zero_start[z], layout.zero_extent[z], target.dim())].zero_()
+    for name, tensor in tensors.items():
+        if local.has(name):
+            local.fill(name, tensor)
 
 
 def _check_files(reader: CheckpointReader, layout: Layout) -> None:
@@ -138,14 +232,15 @@ def export_hf(
     value_head = VALUE_HEAD in layout.canonical_names
     canonical = canonical_tensors(shape, value_head=value_head)
     device = next(iter(tensors.values())).device
-    changes = _value_config(shape) if value_head else None
+    changes = value_config(shape) if value_head else None
     together = _Together(rank, device, group)
-    reader = together.on_rank_0(lambda: CheckpointReader(source_dir))
     new_writer = partial(CheckpointWriter, max_shard_bytes=max_shard_bytes, config_changes=changes)
-    writer = together.on_rank_0(lambda: new_writer(out_dir, canonical, source_dir))
+    read = partial(file_entries, canonical=canonical)
+    entries = together.on_rank_0(lambda: read(CheckpointReader(source_dir))) or {}
+    writer = together.on_rank_0(lambda: new_writer(out_dir, entries, source_dir))
     try:
         for bucket in _buckets(canonical, bucket_bytes):
-            whole = {} if reader is None else _empty(bucket, reader, device)
+            whole = _empty({n: entries[n] for n in bucket if n in entries}, device)
             gather = plan(layout, files_layout(bucket, world_size=layout.world_size))
             Executor(gather, rank, group, staging_bytes=staging_bytes, device=device).run(
                 tensors, whole
@@ -180,7 +275,7 @@ class _Together:
         if failure is not None:
             raise failure
         if failed.item():
-            raise RuntimeError("the export failed on rank 0")
+            raise OtherRankError("the export failed on rank 0")
         return result
 
 
@@ -200,17 +295,20 @@ def _buckets(
     yield bucket
 
 
-def _empty(
-    bucket: Mapping[str, tuple[int, ...]], reader: CheckpointReader, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors of the types in the source folder."""
+def file_entries(
+    reader: CheckpointReader, canonical: Mapping[str, tuple[int, ...]]
+) -> dict[str, Entry]:
+    """Tensors to write in the types of a source folder; float32 where it has none."""
     return {
-        name: torch.empty(
-            shape,
-            dtype=reader.dtype(name) if name in reader.names else torch.float32,
-            device=device,
-        )
-        for name, shape in bucket.items()
+        name: Entry(reader.dtype(name) if name in reader.names else torch.float32, shape)
+        for name, shape in canonical.items()
+    }
+
+
+def _empty(entries: Mapping[str, Entry], device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        for name, entry in entries.items()
     }
 
 
@@ -225,7 +323,7 @@ def _commit(writer: CheckpointWriter | None) -> None:
     writer.commit()
 
 
-def _value_config(shape: ModelShape) -> dict[str, object]:
+def value_config(shape: ModelShape) -> dict[str, object]:
     """What ``config.json`` says of a model with one scalar output."""
     return {
         "architectures": [FAMILIES[shape.family].value_architecture],

@@ -12,7 +12,7 @@ import importlib
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,10 +27,8 @@ _MODULES = (
     "vllm.engine.arg_utils",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.llama",  # with it, the class of another family costs nothing
 )
-# Model classes that an engine may load. Unregistered, vLLM starts a process that imports all
-# of vLLM again, on every rank, to look at the class (the first time on a machine).
-_MODELS = {"LlamaForCausalLM": "vllm.model_executor.models.llama"}
 # Set by vLLM's CPU platform for processes that it would start; Megatron and subprocesses of
 # the trainer must not see them.
 _VLLM_LEAKS = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
@@ -48,18 +46,29 @@ def import_vllm() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     for module in _MODULES:
         importlib.import_module(module)
+
+
+def register_architectures(names: Iterable[str]) -> None:
+    """Import vLLM's classes of these architectures, those that it has, in this process.
+
+    Otherwise vLLM starts a process that imports all of vLLM again, on every rank, to look at
+    the class (the first time on a machine).
+    """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for name, module in _MODELS.items():
-        ModelRegistry.register_model(name, getattr(importlib.import_module(module), name))
+    for name in names:
+        if name in ModelRegistry.models:
+            model_class = ModelRegistry.models[name].load_model_cls()
+            ModelRegistry.register_model(name, model_class)
 
 
 @contextmanager
 def launched_as(rank: int, world_size: int) -> Iterator[None]:
     """The environment that vLLM's external launcher reads, for the time an engine starts."""
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else rank
-    before = {name: os.environ.get(name) for name in _VLLM_LEAKS}
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
+    launcher = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
+    before = {name: os.environ.get(name) for name in (*_VLLM_LEAKS, *launcher)}
+    os.environ.update(launcher)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ a failure in between, the engine refuses to draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,8 +34,14 @@ from megappo.rollout.engine import (
     pack,
     response_ids,
 )
-from megappo.rollout.process import import_vllm, launched_as, unchanged_random_state
+from megappo.rollout.process import (
+    import_vllm,
+    launched_as,
+    register_architectures,
+    unchanged_random_state,
+)
 from megappo.rollout.update import WeightUpdate
+from megappo.weights.hf_files import read_config
 
 if TYPE_CHECKING:
     from vllm.logprobs import SampleLogprobs
@@ -80,6 +86,7 @@ class VLLMEngine:
         self._requests: dict[int, SampleRequest] = {}
         self._unusable: str | None = None
         import_vllm()
+        register_architectures(read_config(settings.model_dir).get("architectures", ()))
         with launched_as(rank, world_size), unchanged_random_state():
             self._llm = _start(settings)
         self._vocab_size = self._llm.model_config.get_vocab_size()
@@ -102,8 +109,8 @@ class VLLMEngine:
     def step(self) -> list[FinishedSample]:
         """Advance every running response by one token; see ``Engine.step``."""
         self._require_whole_weights()
-        # Per-request seeds decide the tokens, yet vLLM draws from the global generator too.
-        with torch.random.fork_rng(devices=[]):
+        # Per-request seeds decide the tokens, yet vLLM draws from the global generators too.
+        with unchanged_random_state():
             outputs = self._llm.step()
         return [self._finished(cast("RequestOutput", output)) for output in outputs]
 
@@ -161,6 +168,17 @@ class VLLMEngine:
     def load_time_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter of this rank as a checkpoint loads, by vLLM's name."""
         return self._update.load_time_shapes()
+
+    def require_parameters(self, planned: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that a plan writes exactly ``load_time_shapes``; before the first sync.
+
+        Args:
+            planned: shape of everything that the plan writes on this rank, by name.
+
+        Raises:
+            ValueError: listing what is only here, only in the plan, or of another shape.
+        """
+        self._update.require(planned)
 
     def begin_update(self) -> dict[str, torch.Tensor]:
         """Destination of every parameter of this rank, by vLLM's name, in ``load_time_shapes``.
@@ -262,6 +280,8 @@ def _start(settings: EngineSettings) -> LLMEngine:
             enable_prefix_caching=settings.enable_prefix_caching,
             enforce_eager=settings.enforce_eager,
             seed=settings.seed,
+            # Other expert kernels on CUDA reorder the weights in ways that no update here knows.
+            moe_backend="triton" if torch.cuda.is_available() else "auto",
             # log-softmax(logits / temperature): what the trainer computes.
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,

@@ -1,1 +1,1 @@
-"""Runtimes: start the mesh ranks of a run, carry calls to them, notice when one dies."""
+"""Runtimes: start the processes of a run, carry calls to them, notice when one dies."""

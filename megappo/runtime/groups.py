@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.config.errors import RunFailedError
+
+ENGINE = "engine"
+"""Target of the calls to engines; the others are the roles' names."""
 
 
 class RankError(RunFailedError):
@@ -21,11 +23,19 @@ class RankError(RunFailedError):
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call for one rank: ``target`` is a role or ``"engine"``."""
+    """One call for one rank: ``target`` is a role or ``ENGINE``."""
 
     target: str
     method: str
     argument: Any = None
+
+
+@dataclass(frozen=True)
+class Partners:
+    """Ranks outside of a group that take part in one of its methods, as ``target``."""
+
+    target: str
+    ranks: Sequence[int]
 
 
 class Runtime(Protocol):
@@ -48,9 +58,10 @@ class RankGroup:
 
     Args:
         runtime: carries the calls.
-        target: a role's name, or ``"engine"``.
+        target: a role's name, or ``ENGINE``.
         replicas: ranks of each replica.
         answering: the rank of each replica whose result counts.
+        partners: who else takes part, by method; they are told what every replica is told.
     """
 
     def __init__(
@@ -59,12 +70,14 @@ class RankGroup:
         target: str,
         replicas: Sequence[Sequence[int]],
         answering: Sequence[int],
+        partners: Mapping[str, Partners] | None = None,
     ) -> None:
         assert len(replicas) == len(answering)
         self.target = target
         self._runtime = runtime
         self._replicas = [list(ranks) for ranks in replicas]
         self._answering = list(answering)
+        self._partners = dict(partners or {})
 
     @property
     def num_replicas(self) -> int:
@@ -84,14 +97,13 @@ class RankGroup:
             for ranks, argument in zip(self._replicas, arguments, strict=True)
             for rank in ranks
         }
+        if (partners := self._partners.get(method)) is not None:
+            assert all(argument is arguments[0] for argument in arguments), method
+            for rank in partners.ranks:
+                calls[rank] = RankCall(partners.target, method, arguments[0])
         results = self._runtime.dispatch(calls)
         return [results[rank] for rank in self._answering]
 
     def broadcast(self, method: str, argument: Any = None) -> list[Any]:
         """``call`` with the same argument for every replica."""
         return self.call(method, [argument] * self.num_replicas)
-
-
-def rank_log_path(log_dir: Path, rank: int) -> Path:
-    """File that a rank's stdout and stderr go to."""
-    return log_dir / f"rank_{rank}.log"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.config.errors import SIGNAL_EXIT_BASE
 from megappo.config.schema import Config
-from megappo.mesh.settings import ACTOR, CRITIC, REF
+from megappo.mesh.settings import ACTOR, CRITIC, REF, REWARD
 from megappo.runtime.ray import RayRuntime
-from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference
+from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference, needs_reward_model
 from megappo.trainer.ppo_trainer import PPOTrainer
 from megappo.trainer.resume import resume_point
 from megappo.trainer.settings import host_settings, ray_settings
-
-SIGNAL_EXIT_BASE = 128  # a process that a signal stopped exits with this plus its number
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def run(args: Config) -> RunResult:
         trainer = PPOTrainer(
             actor_model_group=runtime.role_group(ACTOR),
             critic_model_group=runtime.role_group(CRITIC) if needs_critic(args) else None,
-            reward_model_group=None,
+            reward_model_group=runtime.role_group(REWARD) if needs_reward_model(args) else None,
             ref_model_group=runtime.role_group(REF) if needs_reference(args) else None,
             vllm_engines=runtime.engine_group(),
             strategy=runtime,

@@ -9,13 +9,15 @@ from megappo.config.schema import Config
 from megappo.runtime.groups import RankGroup
 from megappo.trainer.inputs import RunInputs
 from megappo.trainer.report import evaluation_values
+from megappo.trainer.rewards import Rewards
 from megappo.trainer.sampling import generate, sample_seeds
-from megappo.trainer.scoring import ask_rewards
 
 EVAL_SEEDS = 3
 
 
-def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, float]:
+def evaluate(
+    engines: RankGroup, inputs: RunInputs, rewards: Rewards, args: Config
+) -> dict[str, float]:
     """Mean reward and mean of every named reward over ``eval.dataset``.
 
     Every evaluation of a run draws with the same seeds.
@@ -25,7 +27,7 @@ def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, f
         dataset.
 
     Raises:
-        ValueError: the reward function failed.
+        ValueError: a reward failed.
     """
     if inputs.eval_prompts is None:
         return {}
@@ -39,4 +41,4 @@ def evaluate(engines: RankGroup, inputs: RunInputs, args: Config) -> dict[str, f
         seeds=sample_seeds([args.train.seed, EVAL_SEEDS], len(prompts) * n),
         key=None,
     )
-    return evaluation_values(rollouts, ask_rewards(inputs.reward, rollouts))
+    return evaluation_values(rollouts, rewards.ask(rollouts, training=False))

@@ -6,12 +6,27 @@ Runs in the driver before any weight is read. What needs the configuration alone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megappo.config.checks import reward_folders
+from megappo.config.mesh import topology
 from megappo.config.schema import Config
+from megappo.device.platform import layer_implementation
+from megappo.trainer.fp8 import fp8_settings
+from megappo.weights.megatron import check_divisible, check_sequence_parallel
 from megappo.weights.shape import ModelShape
+from megappo.weights.vllm import check_engine_divisible
+
+KV_BLOCK_TOKENS = 128  # the largest block that vLLM takes by itself, the CPU's
 
 
-def check_models(args: Config, policy: ModelShape, critic: ModelShape | None) -> None:
-    """Refuse sizes that the models cannot be cut into.
+def check_models(
+    args: Config,
+    policy: ModelShape,
+    critic: ModelShape | None,
+    reward_models: Sequence[ModelShape] = (),
+) -> None:
+    """Refuse models that cannot play their role, and sizes that they cannot be cut into.
 
     Raises:
         ValueError: with one line that names the key, both numbers and what would fit.
@@ -20,6 +35,13 @@ def check_models(args: Config, policy: ModelShape, critic: ModelShape | None) ->
         raise ValueError(
             f"actor.model_name_or_path = {args.actor.model_name_or_path} has a score head: "
             "it is a reward or value model, and a policy with a language-model head is wanted"
+        )
+    ep = args.megatron.expert_model_parallel_size
+    models = (policy, critic, *reward_models)
+    if ep > 1 and not any(shape and shape.num_experts for shape in models):
+        raise ValueError(
+            f"megatron.expert_model_parallel_size = {ep}, but no model of this run has experts: "
+            "set it to 1"
         )
     _check_mesh("actor", args, policy)
     if critic is not None:
@@ -30,31 +52,32 @@ def check_models(args: Config, policy: ModelShape, critic: ModelShape | None) ->
                 f"of {critic.vocab_size}, the policy one of {policy.vocab_size}; the critic reads "
                 "the policy's tokens, so they must be equal"
             )
-    for whose, shape in (("policy", policy), ("critic", critic)):
-        if shape is not None and args.data.max_len > shape.max_position_embeddings:
+    folders = reward_folders(args.reward.model_name_or_path)
+    for folder, shape in zip(folders, reward_models, strict=True):
+        if not shape.value_head:
+            raise ValueError(
+                f"reward.model_name_or_path = {folder} has no score head (its config.json names "
+                "no ...ForSequenceClassification), so it is no reward model"
+            )
+        _check_mesh("reward", args, shape)
+    for whose, model in (("policy", policy), ("critic", critic)):
+        if model is not None and args.data.max_len > model.max_position_embeddings:
             raise ValueError(
                 f"data.max_len = {args.data.max_len} is more than the {whose}'s "
-                f"max_position_embeddings = {shape.max_position_embeddings}"
+                f"max_position_embeddings = {model.max_position_embeddings}"
             )
     _check_engine(args, policy)
 
 
 def _check_engine(args: Config, policy: ModelShape) -> None:
     engine_tp = args.vllm.tensor_parallel_size
-    if policy.num_heads % engine_tp:
-        raise ValueError(
-            f"vllm.tensor_parallel_size = {engine_tp} does not divide the policy's "
-            f"{policy.num_heads} attention heads"
-        )
-    small, large = sorted((engine_tp, policy.num_kv_heads))
-    if large % small:
-        raise ValueError(
-            f"vllm.tensor_parallel_size = {engine_tp} and the policy's {policy.num_kv_heads} "
-            "key/value heads do not divide one another"
-        )
+    check_engine_divisible(policy, engine_tp)
     heads = max(policy.num_kv_heads // engine_tp, 1)
     item = 4 if args.megatron.params_dtype == "fp32" else 2
-    needed = 2 * policy.num_layers * heads * policy.head_dim * item * args.data.max_len
+    # vLLM keeps one block empty, and one more where a window may start inside a block.
+    blocks = -(-args.data.max_len // KV_BLOCK_TOKENS) + 1 + (policy.sliding_window is not None)
+    tokens = blocks * KV_BLOCK_TOKENS
+    needed = 2 * policy.num_layers * heads * policy.head_dim * item * tokens
     if args.vllm.kv_cache_memory_bytes < needed:
         raise ValueError(
             f"vllm.kv_cache_memory_bytes = {args.vllm.kv_cache_memory_bytes} holds no sequence of "
@@ -63,21 +86,17 @@ def _check_engine(args: Config, policy: ModelShape) -> None:
 
 
 def _check_mesh(role: str, args: Config, shape: ModelShape) -> None:
-    tp = args.megatron.tensor_model_parallel_size
-    pp = args.megatron.pipeline_model_parallel_size
-    for what, number in (
-        ("attention heads", shape.num_heads),
-        ("key/value heads", shape.num_kv_heads),
-        ("feed-forward columns", shape.ffn_hidden_size),
-    ):
-        if number % tp:
-            fits = [size for size in range(1, tp) if number % size == 0]
-            raise ValueError(
-                f"megatron.tensor_model_parallel_size = {tp} does not divide the {role}'s "
-                f"{number} {what}; use one of {fits}"
+    mesh = topology(args.megatron)
+    try:
+        check_divisible(shape, mesh)
+        check_sequence_parallel(shape, mesh, args.megatron.sequence_parallel)
+        made_of = layer_implementation(args.megatron.transformer_impl)
+        if (fp8 := fp8_settings(args.megatron)) is not None:
+            fp8.check(
+                shape.num_layers,
+                mesh,
+                recompute=args.megatron.recompute_granularity,
+                emulated=made_of == "local",
             )
-    if shape.num_layers % pp:
-        raise ValueError(
-            f"megatron.pipeline_model_parallel_size = {pp} does not divide the {role}'s "
-            f"{shape.num_layers} layers"
-        )
+    except ValueError as error:
+        raise ValueError(f"{role}: {error}") from error

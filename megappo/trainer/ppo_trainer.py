@@ -17,7 +17,8 @@ from megappo.ppo.controllers import make_kl_controller
 from megappo.records import BatchPlan, Prompt
 from megappo.runtime.groups import RankGroup, Runtime
 from megappo.trainer.evaluation import evaluate
-from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference
+from megappo.trainer.inputs import load_inputs, needs_critic, needs_reference, needs_reward_model
+from megappo.trainer.rewards import Rewards
 from megappo.trainer.sampling import RolloutBatch, generate, sample_seeds
 from megappo.trainer.scoring import ScoredBatch, score
 from megappo.trainer.session import Session
@@ -33,7 +34,7 @@ class PPOTrainer:
     Args:
         actor_model_group: the policy.
         critic_model_group: the value model; None where the estimator does without.
-        reward_model_group: a reward model on the mesh; must be None, rewards are functions.
+        reward_model_group: the reward models; None where ``args`` names none.
         ref_model_group: the reference policy; None without a KL penalty.
         vllm_engines: the inference engines.
         strategy: the runtime that made the groups.
@@ -62,6 +63,7 @@ class PPOTrainer:
         self.strategy = strategy
         self.args = args
         self.inputs = load_inputs(args)
+        self.rewards = Rewards(self.inputs.reward, reward_model_group, args)
         self.kl = make_kl_controller(
             args.algo.kl.init_coef, args.algo.kl.target, args.algo.kl.horizon
         )
@@ -98,7 +100,7 @@ class PPOTrainer:
                 with report.phase("generation"):
                     rollouts = self.generate(prompts, step)
                 with report.phase("reward"):
-                    scored = score(self.inputs.reward, rollouts, args)
+                    scored = score(self.rewards.ask(rollouts, training=True), rollouts, args)
                 if session.stop.requested:
                     break  # nothing has changed yet: this step will be done again
                 plan = self.plan(scored, step)
@@ -187,7 +189,7 @@ class PPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on ``eval.dataset``; empty without one."""
-        return evaluate(self.engines, self.inputs, self.args)
+        return evaluate(self.engines, self.inputs, self.rewards, self.args)
 
 
 def _check_groups(
@@ -204,5 +206,8 @@ def _check_groups(
             f"algo.kl.init_coef = {args.algo.kl.init_coef} "
             + ("needs a ref_model_group" if ref is None else "takes no ref_model_group")
         )
-    if reward is not None:
-        raise ValueError("reward_model_group must be None: rewards come from reward.remote_url")
+    if needs_reward_model(args) != (reward is not None):
+        raise ValueError(
+            f"reward.model_name_or_path = {args.reward.model_name_or_path} "
+            + ("needs a reward_model_group" if reward is None else "takes no reward_model_group")
+        )

@@ -101,7 +101,6 @@ def keep_samples(output_dir: Path, step: int, scored: ScoredBatch) -> None:
             response_len=info.response_len,
             named=score.named,
         )
-        for index, (info, score) in enumerate(zip(rollouts.samples, scored.rewards, strict=True))
-        for prompt in [rollouts.prompt_of(index)]
+        for (prompt, info), score in zip(rollouts.answers(), scored.rewards, strict=True)
     ]
     write_samples(output_dir / SAMPLES, step, rows)

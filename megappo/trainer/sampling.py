@@ -5,7 +5,7 @@ Tokens stay on the engine ranks; what comes back is lengths, texts and where the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,10 @@ class RolloutBatch:
     n_samples_per_prompt: int
     samples: tuple[SampleInfo, ...]
 
-    def prompt_of(self, index: int) -> Prompt:
-        """The prompt that sample ``index`` answers."""
-        return self.prompts[index // self.n_samples_per_prompt]
+    def answers(self) -> Iterator[tuple[Prompt, SampleInfo]]:
+        """Every sample, in order, behind the prompt that it answers."""
+        for index, info in enumerate(self.samples):
+            yield self.prompts[index // self.n_samples_per_prompt], info
 
 
 def sample_seeds(entropy: Sequence[int], count: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Scores from the driver's side: ask the reward, clip, subtract the group's baseline.
+"""Scores from the driver's side: clip the rewards, subtract the group's baseline.
 
-Turns a ``RolloutBatch`` into one float per sample; knows neither tokens nor advantages per
+Turns rewards into one float per sample; knows neither tokens nor advantages per
 token, which are computed on the mesh.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from megappo.config.schema import Config
 from megappo.ppo.advantages import shape_scores, zero_spread_fraction
-from megappo.rewards.protocol import RewardFunction, RewardSample, Score
+from megappo.rewards.protocol import Score
 from megappo.trainer.sampling import RolloutBatch
 
 
@@ -33,33 +33,8 @@ class ScoredBatch:
     zero_spread: float
 
 
-def ask_rewards(reward: RewardFunction, rollouts: RolloutBatch) -> tuple[Score, ...]:
-    """One reward per sample, empty responses included.
-
-    Raises:
-        ValueError: the function raised, or returned something that is no score.
-    """
-    return tuple(
-        reward(
-            [
-                RewardSample(
-                    prompt=prompt.text,
-                    response=info.response,
-                    label=prompt.label,
-                    prompt_id=prompt.prompt_id,
-                    finish_reason=info.finish_reason,
-                    response_len=info.response_len,
-                )
-                for index, info in enumerate(rollouts.samples)
-                for prompt in [rollouts.prompt_of(index)]
-            ]
-        )
-    )
-
-
-def score(reward: RewardFunction, rollouts: RolloutBatch, args: Config) -> ScoredBatch:
-    """Score a rollout batch for training. Raises what ``ask_rewards`` raises."""
-    rewards = ask_rewards(reward, rollouts)
+def score(rewards: tuple[Score, ...], rollouts: RolloutBatch, args: Config) -> ScoredBatch:
+    """What a rollout batch's rewards, one per sample, are to training."""
     low, high = args.reward.clip_range
     clipped = torch.tensor([r.reward for r in rewards], dtype=torch.float32).clamp(low, high)
     groups = torch.arange(len(rewards)) // rollouts.n_samples_per_prompt

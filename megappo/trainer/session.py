@@ -14,7 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from megappo.checkpoint.run_state import RunState, write_run_state
+from megappo.metrics.memory import write_memory_table
 from megappo.metrics.samples import forget_samples
 from megappo.records import Prompt, StepMetrics
 from megappo.trainer.report import SAMPLES, StepReport, keep_samples
@@ -71,6 +74,7 @@ class Session:
         self._wandb_run_id = state.wandb_run_id if state else None
         if state is not None:
             trainer.kl.load_state_dict({"kl_coef": state.kl_coef})
+            trainer.rewards.load(state.reward_moments)
         self._stream = trainer.inputs.stream(
             args, consumed=self._consumed, max_steps_per_episode=max_steps_per_episode
         )
@@ -82,6 +86,7 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(self.stop)
             self._output.mkdir(parents=True, exist_ok=True)
+            self._show_memory()
             if self._checkpoint is not None:
                 self._restore(self._checkpoint)
             forget_samples(self._output / SAMPLES, self.step)
@@ -155,12 +160,20 @@ class Session:
             step=self.step,
             consumed_samples=self._consumed,
             kl_coef=trainer.kl.value,
+            reward_moments=trainer.rewards.state(),
             wandb_run_id=self._log.wandb_run_id,
             config=dataclasses.asdict(self._args),
         )
         write_run_state(folder, state)
         self._store.commit(self.step)
         self._saved_step = self.step
+
+    def _show_memory(self) -> None:
+        """What the roles take on every rank, into the logs and onto the terminal."""
+        [ranks, *_] = self._trainer.actor.broadcast("memory")
+        table = write_memory_table(ranks, self._output / "logs")
+        if self._args.logger.console:
+            Console().print(table)
 
     def _restore(self, folder: Path) -> None:
         trainer = self._trainer

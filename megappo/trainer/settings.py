@@ -6,13 +6,17 @@ The lower layers take small records of their own; this is the one place that fil
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+from megappo.config.checks import reward_folders
+from megappo.config.mesh import topology
 from megappo.config.schema import ActorConfig, Config, CriticConfig
 from megappo.device.platform import is_cuda
 from megappo.mesh.settings import (
     ACTOR,
     CRITIC,
     REF,
+    REWARD,
     ExperienceSettings,
     MeshSettings,
     OptimizerSettings,
@@ -23,18 +27,14 @@ from megappo.mesh.settings import (
 from megappo.rollout.engine import EngineSettings
 from megappo.runtime.host import HostSettings
 from megappo.runtime.ray import RaySettings
-from megappo.topology import Topology
+from megappo.trainer.fp8 import fp8_settings
 from megappo.trainer.inputs import critic_folder, needs_critic, needs_reference, total_steps
 
 
 def host_settings(args: Config) -> HostSettings:
-    """What every rank hosts."""
+    """What the processes of the run host."""
     return HostSettings(
-        topology=Topology(
-            args.megatron.world_size,
-            args.megatron.tensor_model_parallel_size,
-            args.megatron.pipeline_model_parallel_size,
-        ),
+        topology=topology(args.megatron),
         mesh=MeshSettings(
             dtype=args.megatron.params_dtype,
             sequence_parallel=args.megatron.sequence_parallel,
@@ -42,6 +42,8 @@ def host_settings(args: Config) -> HostSettings:
             use_distributed_optimizer=args.megatron.use_distributed_optimizer,
             temperature=args.rollout.temperature,
             seed=args.train.seed,
+            fp8=fp8_settings(args.megatron),
+            implementation=args.megatron.transformer_impl,
         ),
         roles=_roles(args),
         engine=EngineSettings(
@@ -56,11 +58,20 @@ def host_settings(args: Config) -> HostSettings:
             seed=args.train.seed,
         ),
         on_gpu=is_cuda(),
+        num_engine_processes=_num_engine_processes(args),
+        verify_weights=args.vllm.verify_weights,
     )
 
 
+def _num_engine_processes(args: Config) -> int:
+    """Processes that hold an engine rank alone."""
+    if args.train.colocate_all:
+        return 0
+    return (args.vllm.num_engines or 1) * args.vllm.tensor_parallel_size
+
+
 def ray_settings(args: Config) -> RaySettings:
-    """Where ranks are placed."""
+    """Where processes are placed."""
     return RaySettings(
         args.ray_address,
         args.ray.num_cpus_per_rank,
@@ -91,15 +102,32 @@ def _roles(args: Config) -> tuple[RoleSettings, ...]:
             "lm",
             _optimizer(args, args.actor, max(total_steps(args) - frozen_steps, 1)),
             PolicyLossSettings(low, high, args.actor.dual_clip, args.actor.entropy_coef),
+            offload=args.actor.offload,
         )
     ]
     if needs_critic(args):
         folder = str(critic_folder(args).resolve())
         optimizer = _optimizer(args, args.critic, total_steps(args))
         loss = ValueLossSettings(args.critic.value_clip)
-        roles.append(RoleSettings(CRITIC, folder, "value", optimizer, loss))
+        roles.append(
+            RoleSettings(CRITIC, folder, "value", optimizer, loss, offload=args.critic.offload)
+        )
     if needs_reference(args):
-        roles.append(RoleSettings(REF, policy, "lm"))
+        host = ACTOR if args.ref.swap_with_actor else None
+        ref = RoleSettings(REF, policy, "lm", offload=args.ref.offload, in_place_of=host)
+        roles.append(ref)
+    for number, folder in enumerate(reward_folders(args.reward.model_name_or_path), 1):
+        name = REWARD if number == 1 else f"{REWARD}_{number}"
+        reads: Literal["text", "chat"] = "chat" if args.data.apply_chat_template else "text"
+        roles.append(
+            RoleSettings(
+                name,
+                str(Path(folder).resolve()),
+                "value",
+                reads=reads,
+                offload=args.reward.offload,
+            )
+        )
     return tuple(roles)
 
 

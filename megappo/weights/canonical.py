@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megappo.weights.families import FAMILIES, VALUE_HEAD
 from megappo.weights.families.table import Parameter, sizes
-from megappo.weights.layout import Layout, LayoutBuilder, Piece
+from megappo.weights.layout import Layout, LayoutBuilder, LocalTensor, Piece
 from megappo.weights.shape import ModelShape
 
 
@@ -44,11 +44,13 @@ def canonical_tensors(shape: ModelShape, *, value_head: bool = False) -> dict[st
         raise ValueError(f"the checkpoint has a value head ({VALUE_HEAD}): it is no language model")
     rows = [p for p in parameters(shape, value_head=value_head) if not tied_head(shape, p)]
     tensors: dict[str, tuple[int, ...]] = {}
-    for place in ("embedding", "layer", "final", "lm_head", "value_head"):
-        for layer in range(shape.num_layers if place == "layer" else 1):
-            for row in (r for r in rows if r.place == place):
-                names = (name.format(layer=layer) for name in row.canonical)
-                tensors.update(zip(names, tensor_shapes(shape, row), strict=True))
+    for places in (("embedding",), ("layer", "expert"), ("final",), ("lm_head",), ("value_head",)):
+        for layer in range(shape.num_layers if "layer" in places else 1):
+            for row in (r for r in rows if r.place in places):
+                sizes_of_row = tensor_shapes(shape, row)
+                for expert in range(num_copies(shape, row)):
+                    names = canonical_names(shape, row, layer, expert)
+                    tensors.update(zip(names, sizes_of_row, strict=True))
     return tensors
 
 
@@ -57,12 +59,28 @@ def tied_head(shape: ModelShape, parameter: Parameter) -> bool:
     return shape.tied and parameter.place == "lm_head"
 
 
-def canonical_names(shape: ModelShape, parameter: Parameter, layer: int = 0) -> list[str]:
+def num_copies(shape: ModelShape, parameter: Parameter) -> int:
+    """How many there are of a row in a layer: one per expert, or one."""
+    return shape.num_experts if parameter.place == "expert" else 1
+
+
+def canonical_names(
+    shape: ModelShape, parameter: Parameter, layer: int = 0, expert: int = 0
+) -> list[str]:
     """Names of the canonical tensors of one row; of the embedding for a tied head."""
     if tied_head(shape, parameter):
         table = FAMILIES[shape.family].table
         parameter = next(p for p in table if p.place == "embedding")
-    return [name.format(layer=layer) for name in parameter.canonical]
+    return [name.format(layer=layer, expert=expert) for name in parameter.canonical]
+
+
+def all_names(shape: ModelShape, parameter: Parameter) -> list[list[str]]:
+    """``canonical_names`` of every layer, and in a layer of every expert."""
+    return [
+        canonical_names(shape, parameter, layer, expert)
+        for layer in range(shape.num_layers if parameter.per_layer else 1)
+        for expert in range(num_copies(shape, parameter))
+    ]
 
 
 def files_layout(
@@ -78,5 +96,6 @@ def files_layout(
     builder = LayoutBuilder(world_size, canonical)
     for name, size in canonical.items():
         origin = (0,) * len(size)
-        builder.add([rank], name, size, [Piece(name, origin, origin, size)])
+        whole = LocalTensor(size, (Piece(0, origin, origin, size),))
+        builder.add([rank], [name], whole, builder.canonical_ids([[name]]))
     return builder.build()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megappo.weights.layout import Piece, Zeros
+from megappo.weights.layout import LocalTensor, Piece, Zeros
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,10 @@ class Rows:
     count: int
 
 
-@dataclass(frozen=True)
-class LocalTensor:
-    """What ``LayoutBuilder.add`` needs of one local tensor."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    zeros: tuple[Zeros, ...] = ()
-
-
-def stack(names: Sequence[str], rest: tuple[int, ...], rows: Sequence[Rows]) -> LocalTensor:
+def stack(rest: tuple[int, ...], rows: Sequence[Rows]) -> LocalTensor:
     """Row ranges laid end to end.
 
     Args:
-        names: Canonical names that ``Rows.part`` counts.
         rest: The dimensions after the first, alike in all parts.
         rows: Ranges in local order.
     """
@@ -43,7 +33,7 @@ def stack(names: Sequence[str], rest: tuple[int, ...], rows: Sequence[Rows]) -> 
     pieces, position = [], 0
     for r in rows:
         extent = (r.count, *rest)
-        pieces.append(Piece(names[r.part], (r.start, *origin), (position, *origin), extent))
+        pieces.append(Piece(r.part, (r.start, *origin), (position, *origin), extent))
         position += r.count
     return LocalTensor((position, *rest), tuple(pieces))
 
@@ -66,22 +56,20 @@ def window(rows: Sequence[Rows], start: int, count: int) -> list[Rows]:
     return kept
 
 
-def columns(name: str, size: tuple[int, ...], index: int, count: int) -> LocalTensor:
+def columns(size: tuple[int, ...], index: int, count: int) -> LocalTensor:
     """The ``index``-th of ``count`` equal column ranges of a matrix."""
     rows, width = size[0], size[1] // count
     assert width * count == size[1], (size, count)
     shape = (rows, width)
-    return LocalTensor(shape, (Piece(name, (0, index * width), (0, 0), shape),))
+    return LocalTensor(shape, (Piece(0, (0, index * width), (0, 0), shape),))
 
 
-def vocabulary(
-    name: str, size: tuple[int, ...], padded_rows: int, index: int, count: int
-) -> LocalTensor:
+def vocabulary(size: tuple[int, ...], padded_rows: int, index: int, count: int) -> LocalTensor:
     """One of ``count`` equal row ranges of a matrix padded with zero rows to ``padded_rows``."""
     share = equal_share(0, padded_rows, index, count)
     real = max(0, min(size[0] - share.start, share.count))
     rest = size[1:]
-    local = stack([name], rest, [Rows(0, share.start, real)] if real else [])
+    local = stack(rest, [Rows(0, share.start, real)] if real else [])
     zeros: tuple[Zeros, ...] = ()
     if real < share.count:
         zeros = (Zeros((real, *(0,) * len(rest)), (share.count - real, *rest)),)

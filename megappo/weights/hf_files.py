@@ -1,9 +1,9 @@
 """Hugging Face checkpoint folders: safetensors read by slices and written as a stream.
 
 ``CheckpointReader`` opens a single ``model.safetensors`` or an index with its shards and
-reads boxes of tensors; ``CheckpointWriter`` takes whole tensors one by one and leaves either
-a complete folder or none. Both know files and names only: what the tensors mean is for the
-layouts, and who holds them for ``reshard``.
+reads boxes of tensors; ``CheckpointWriter`` takes whole tensors one by one, holds none of
+them, and leaves either a complete folder or none. Both know files and names only: what the
+tensors mean is for the layouts, and who holds them for ``reshard``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from megappo.weights.whole_folder import WholeFolder, write_at
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,6 +28,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 1000**3
 # Not copied by an export: weights in any format, and what belongs to them.
 WEIGHT_SUFFIXES = (
     ".safetensors .index.json .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data".split()
@@ -151,15 +154,28 @@ class CheckpointReader:
         return tensor
 
 
+class Entry(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
 class CheckpointWriter:
     """Writes a checkpoint folder from a stream of whole tensors: all of it, or nothing.
 
-    Everything goes to ``<out_dir>.tmp`` first; ``commit`` completes, syncs and renames it, and
-    ``discard`` removes it. Memory is bounded by one shard.
+    Names, types and shapes are known beforehand, so every tensor has its place in a file and
+    is written when it comes, in any order. ``commit`` syncs the folder and gives it its name,
+    ``discard`` removes it. No tensor is kept.
 
     Args:
         out_dir: Folder to make. An older checkpoint of that name is replaced at the end.
-        expected: Shape of every tensor that the stream must have, by name.
+        expected: Every tensor that the stream must have, by name.
         source_dir: Checkpoint folder whose other files (configuration, tokenizer, chat template,
             ...) are copied unchanged.
         max_shard_bytes: A shard is closed before it grows beyond this.
@@ -172,55 +188,59 @@ class CheckpointWriter:
     def __init__(
         self,
         out_dir: str | Path,
-        expected: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, Entry],
         source_dir: str | Path,
         *,
-        max_shard_bytes: int = 2 * 1024**3,
+        max_shard_bytes: int = SHARD_BYTES,
         config_changes: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes the temporary folder and copies the files that are not weights."""
         self.out_dir = Path(out_dir)
         self._expected = dict(expected)
-        self._max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
-        if self.out_dir.resolve() == Path(source_dir).resolve():
-            raise ValueError(f"{out_dir} is the folder that the model came from: choose another")
+        source = Path(source_dir).resolve()
+        if self.out_dir.resolve() in (source, *source.parents):
+            raise ValueError(f"{out_dir} is or holds the folder that the model came from")
         if self.out_dir.exists() and not self._replaceable():
             raise ValueError(f"{out_dir} exists and is no Hugging Face folder: choose another")
         config = {**read_config(source_dir), **(config_changes or {})}
-        self._tmp = self.out_dir.with_name(self.out_dir.name + ".tmp")
-        shutil.rmtree(self._tmp, ignore_errors=True)
-        self._tmp.mkdir(parents=True)
-        _copy_other_files(Path(source_dir), self._tmp)
-        if config_changes:
-            self._write_json("config.json", config)
+        self._folder = WholeFolder(self.out_dir)
+        self._place: dict[str, tuple[int, int]] = {}
+        self._handles: list[int] = []
+        try:
+            copy_other_files(Path(source_dir), self._folder.path)
+            if config_changes:
+                self._write_json("config.json", config)
+            self._make_files(_shards(expected, max_shard_bytes))
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Removes what was written, unless it was committed."""
-        shutil.rmtree(self._tmp, ignore_errors=True)
+        self._close()
+        self._folder.discard()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes one whole tensor; keeps a reference until its shard is written.
+        """Writes one whole tensor to its place.
 
         Raises:
-            ValueError: when the name or the shape is not expected, or the name came before.
+            ValueError: when the name, the type or the shape is not expected, or the name came
+                before.
         """
         if name not in self._expected:
             raise ValueError(f"{self.out_dir}: tensor {name} is not expected, or came twice")
-        shape = self._expected.pop(name)
-        if tuple(tensor.shape) != shape:
+        entry = self._expected.pop(name)
+        if (tensor.dtype, tuple(tensor.shape)) != entry:
             raise ValueError(
-                f"{self.out_dir}: {name} has shape {tuple(tensor.shape)}, expected {shape}"
+                f"{self.out_dir}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
+                f"expected {entry.shape} and {entry.dtype}"
             )
-        pending = sum(t.nbytes for t in self._pending.values())
-        if self._pending and pending + tensor.nbytes > self._max_shard_bytes:
-            self._write_shard()
-        self._pending[name] = tensor.detach().cpu().contiguous()
+        handle, offset = self._place[name]
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        write_at(handle, flat.numpy().data, offset)
 
     def commit(self) -> None:
-        """Writes the last shard and the index, syncs, and gives the folder its name.
+        """Syncs everything and gives the folder its name.
 
         Raises:
             ValueError: listing the tensors that never came.
@@ -230,51 +250,74 @@ class CheckpointWriter:
                 f"{self.out_dir} is not written: {len(self._expected)} tensors are missing: "
                 f"{listing(self._expected)}"
             )
-        self._write_shard()
-        self._name_shards()
-        for path in self._tmp.rglob("*"):
-            _sync(path)
-        _sync(self._tmp)
-        old = self.out_dir.with_name(self.out_dir.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.out_dir.exists():
-            self.out_dir.rename(old)
-        self._tmp.rename(self.out_dir)
-        _sync(self.out_dir.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        self._close()
+        self._folder.commit()
 
     def _replaceable(self) -> bool:
         if not self.out_dir.is_dir():
             return False
         return (self.out_dir / "config.json").is_file() or not any(self.out_dir.iterdir())
 
-    def _write_shard(self) -> None:
-        """Writes the pending tensors; the shard's final name is known at the end."""
-        path = self._tmp / f"shard-{len(self._shards)}"
-        save_file(self._pending, path, metadata={"format": "pt"})
-        self._total_bytes += sum(t.nbytes for t in self._pending.values())
-        self._shards.append(list(self._pending))
-        self._pending.clear()
-
-    def _name_shards(self) -> None:
-        count = len(self._shards)
-        if count == 1:
-            (self._tmp / "shard-0").rename(self._tmp / SINGLE)
-            return
+    def _make_files(self, shards: Sequence[Mapping[str, Entry]]) -> None:
+        """Writes the headers and the index; remembers where each tensor goes."""
         weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self._tmp / f"shard-{i}").rename(self._tmp / file)
-            weight_map.update(dict.fromkeys(names, file))
-        metadata = {"total_size": self._total_bytes}
-        self._write_json(INDEX, {"metadata": metadata, "weight_map": weight_map})
+        for i, shard in enumerate(shards):
+            sharded = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            file = SINGLE if len(shards) == 1 else sharded
+            header, offsets = _header(shard)
+            path = self._folder.path / file
+            self._handles.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            write_at(self._handles[-1], memoryview(header), 0)
+            self._place.update({n: (self._handles[-1], at) for n, at in offsets.items()})
+            weight_map.update(dict.fromkeys(shard, file))
+        if len(shards) > 1:
+            total = sum(e.num_bytes for shard in shards for e in shard.values())
+            self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _close(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
 
     def _write_json(self, file: str, value: dict[str, Any]) -> None:
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        (self._tmp / file).write_text(text, encoding="utf-8")
+        (self._folder.path / file).write_text(text, encoding="utf-8")
 
 
-def _copy_other_files(source: Path, target: Path) -> None:
+def _shards(expected: Mapping[str, Entry], max_bytes: int) -> list[dict[str, Entry]]:
+    """Tensors of each file, in the order given."""
+    shards: list[dict[str, Entry]] = [{}]
+    size = 0
+    for name, entry in expected.items():
+        if shards[-1] and size + entry.num_bytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = entry
+        size += entry.num_bytes
+    return shards
+
+
+def _header(shard: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a safetensors file, and where in it each tensor starts."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    position = 0
+    # Wide types first, so that each tensor starts at a multiple of its element's size.
+    for name, entry in sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize):
+        end = position + entry.num_bytes
+        fields[name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        starts[name] = position
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def copy_other_files(source: Path, target: Path) -> None:
     """Copies what is not weights; tokenizers come in too many files to list them."""
     for path in source.iterdir():
         if path.name.startswith(".") or path.name.endswith(tuple(WEIGHT_SUFFIXES)):
@@ -283,12 +326,3 @@ def _copy_other_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
         elif path.name == "additional_chat_templates":
             shutil.copytree(path, target / path.name)
-
-
-def _sync(path: Path) -> None:
-    """Puts a file or a folder's entries on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

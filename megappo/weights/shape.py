@@ -18,7 +18,7 @@ class ModelShape:
         family: Key of the family table, the configuration's ``model_type``.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
-        ffn_hidden_size: Width of the gated MLP.
+        ffn_hidden_size: Width of the gated MLP; of one expert's, where there are experts.
         num_heads: Query heads.
         num_kv_heads: Key/value heads; divides ``num_heads``.
         head_dim: Width of one head; need not be ``hidden_size / num_heads``.
@@ -31,6 +31,12 @@ class ModelShape:
             "original_max_position_embeddings"}``.
         max_position_embeddings: Longest sequence of the checkpoint.
         value_head: Whether the checkpoint has a scalar head ``score.weight`` [1, hidden_size].
+        qkv_bias: Whether queries, keys and values have a bias.
+        qk_norm: Whether an RMSNorm over ``head_dim`` follows the query and key projections.
+        sliding_window: Tokens that a token sees, itself included; None for all before it.
+        num_experts: Experts of each layer's MLP; 0 for a dense model.
+        experts_per_token: Experts that each token goes to.
+        renormalized: Whether the chosen experts' probabilities are scaled to sum to 1.
     """
 
     family: str
@@ -47,3 +53,9 @@ class ModelShape:
     rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     value_head: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    renormalized: bool = True

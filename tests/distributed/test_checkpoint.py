@@ -2,7 +2,8 @@
 
 A mesh of TP2×PP2 trains one step, saves, and trains another one. The same mesh anew, and
 meshes of other sizes, load what was saved and train that second step: weights after loading
-are equal, and so is the step.
+are equal, and so is the step. A model with experts is saved from virtual chunks and spread
+experts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megappo.mesh.settings import (
 )
 from megappo.topology import Topology
 from tests.support.canonical import Shards, canonical_vector, local_weights
-from tests.support.models import make_llama
+from tests.support.models import make_llama, make_model
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import KEY, held_by, make_rollouts
 
@@ -39,7 +40,10 @@ FOLDER = TemporaryDirectory(prefix="checkpoint-")
 ADAM = OptimizerSettings(
     lr=1e-2, lr_scheduler="cosine_with_min_lr", warmup_steps=1, total_steps=5, weight_decay=0.1
 )
-SAVED_ON = Topology(4, tp=2, pp=2)
+SAVED_ON = {
+    "tied": Topology(4, tp=2, pp=2),
+    "experts": Topology(4, tp=2, pp=2, ep=2, vpp=2),
+}
 PROMPTS, RESPONSES = [3, 2, 4, 1, 5, 2], [5, 1, 6, 3, 2, 4]
 ROLES = ("actor", "critic")
 
@@ -55,17 +59,27 @@ class Result:
 
 
 @cache
-def policy() -> str:
-    """A policy's folder."""
-    return str(make_llama(Path(FOLDER.name) / "model", layers=2, tied=True))
+def policy(model: str) -> str:
+    """A policy's folder, by the names of ``SAVED_ON``."""
+    folder = Path(FOLDER.name) / model
+    if model == "tied":
+        return str(make_llama(folder, layers=2, tied=True))
+    return str(make_model(folder, "qwen3_moe", layers=5))
 
 
-def build(number: int, topology: Topology, settings: MeshSettings = PLAIN) -> MeshRank:
+def build(
+    number: int, topology: Topology, settings: MeshSettings = PLAIN, model: str = "tied"
+) -> MeshRank:
     """Actor and critic."""
     rank = MeshRank(number, topology, settings)
-    rank.add_role(RoleSettings("actor", policy(), "lm", ADAM, PolicyLossSettings()))
-    rank.add_role(RoleSettings("critic", policy(), "value", ADAM, ValueLossSettings()))
+    rank.add_role(RoleSettings("actor", policy(model), "lm", ADAM, PolicyLossSettings()))
+    rank.add_role(RoleSettings("critic", policy(model), "value", ADAM, ValueLossSettings()))
     return rank
+
+
+def settings_of(topology: Topology, model: str) -> MeshSettings:
+    """Experts on several tensor ranks need sequence parallelism."""
+    return MeshSettings(sequence_parallel=model == "experts" and topology.tp > 1)
 
 
 def train(rank: MeshRank) -> list[float]:
@@ -99,9 +113,10 @@ def weights(rank: MeshRank) -> dict[str, Shards]:
     return {role: local_weights(rank.roles[role]) for role in ROLES}
 
 
-def save(number: int, folder: str) -> Result:
+def save(number: int, folder: str, model: str) -> Result:
     """Train, save, train."""
-    rank = build(number, SAVED_ON)
+    topology = SAVED_ON[model]
+    rank = build(number, topology, settings_of(topology, model), model)
     train(rank)
     for role in ROLES:
         target = rank.roles[role]
@@ -118,9 +133,9 @@ def _step(rank: MeshRank, before: dict[str, Shards], same: bool) -> Result:
     return Result(before, weights(rank), rates, same)
 
 
-def load(number: int, folder: str, topology: Topology) -> Result:
+def load(number: int, folder: str, topology: Topology, model: str) -> Result:
     """Load, train."""
-    rank = build(number, topology)
+    rank = build(number, topology, settings_of(topology, model), model)
     for role in ROLES:
         target = rank.roles[role]
         load_role(Path(folder) / role, target.modules, target.optimizer, target.scheduler)
@@ -128,35 +143,50 @@ def load(number: int, folder: str, topology: Topology) -> Result:
 
 
 @cache
-def saved() -> tuple[str, list[Result]]:
+def saved(model: str) -> tuple[str, list[Result]]:
     """The checkpoint's folder and what its mesh did next."""
-    policy()  # made once, before the ranks are
-    folder = Path(FOLDER.name) / "step_1"
+    policy(model)  # made once, before the ranks are
+    folder = Path(FOLDER.name) / f"{model}_step_1"
     folder.mkdir()
-    return str(folder), run_ranks(SAVED_ON.world_size, save, str(folder))
+    return str(folder), run_ranks(SAVED_ON[model].world_size, save, str(folder), model)
 
 
-def joined(results: list[Result], part: str, role: str, topology: Topology) -> torch.Tensor:
+def joined(
+    results: list[Result], part: str, role: str, topology: Topology, model: str
+) -> torch.Tensor:
     """A role's weights in canonical coordinates."""
     shards = [getattr(result, part)[role] for result in results]
-    return canonical_vector(shards, policy(), topology, value_head=role == "critic")
+    return canonical_vector(shards, policy(model), topology, value_head=role == "critic")
 
 
 @pytest.mark.parametrize(
-    "topology", [SAVED_ON, Topology(2, tp=2), Topology(2), Topology(1), Topology(2, pp=2)], ids=str
+    ("model", "topology"),
+    [
+        ("tied", SAVED_ON["tied"]),
+        ("tied", Topology(2, tp=2)),
+        ("tied", Topology(2)),
+        ("tied", Topology(1)),
+        ("tied", Topology(2, pp=2)),
+        ("experts", SAVED_ON["experts"]),
+        ("experts", Topology(1)),
+        ("experts", Topology(2, ep=2)),
+        ("experts", Topology(2, tp=2)),
+    ],
+    ids=str,
 )
-def test_any_mesh_goes_on_from_a_checkpoint(topology: Topology) -> None:
+def test_any_mesh_goes_on_from_a_checkpoint(model: str, topology: Topology) -> None:
     """Weights are bit-equal after loading; moments, schedule and step count carry on."""
-    folder, original = saved()
-    results = run_ranks(topology.world_size, load, folder, topology)
+    source = SAVED_ON[model]
+    folder, original = saved(model)
+    results = run_ranks(topology.world_size, load, folder, topology, model)
     assert {tuple(r.lr) for r in results} == {tuple(r.lr) for r in original}
-    assert {r.same_random_state for r in results} == {topology.world_size == SAVED_ON.world_size}
+    assert {r.same_random_state for r in results} == {topology.world_size == source.world_size}
     for role in ROLES:
-        loaded = joined(results, "before", role, topology)
-        assert torch.equal(loaded, joined(original, "before", role, SAVED_ON))
-        expected = joined(original, "after", role, SAVED_ON)
-        after = joined(results, "after", role, topology)
-        if topology == SAVED_ON:
+        loaded = joined(results, "before", role, topology, model)
+        assert torch.equal(loaded, joined(original, "before", role, source, model))
+        expected = joined(original, "after", role, source, model)
+        after = joined(results, "after", role, topology, model)
+        if topology == source:
             assert torch.equal(after, expected)
         moved = float((expected - loaded).norm())
         assert float((after - expected).norm()) <= 1e-2 * moved and moved > 0
@@ -200,7 +230,7 @@ def test_every_kind_of_optimizer_goes_on(
     tmp_path: Path, dtype: Literal["bf16", "fp32"], distributed: bool
 ) -> None:
     """Also from before its first step: a frozen actor, or a run stopped before it trained."""
-    policy()  # made once, before the ranks are
+    policy("tied")  # made once, before the ranks are
     settings = MeshSettings(dtype=dtype, use_distributed_optimizer=distributed)
     expected = run_ranks(1, save_twice, str(tmp_path), settings)[0]
     found = run_ranks(1, load_twice, str(tmp_path), settings)[0]

@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megappo.records import Rollouts, SampleInfo, SampleRequest, SamplingParams
 from megappo.rollout.engine import EngineUnusableError, FinishedSample, draw
@@ -29,6 +28,7 @@ from tests.support.engines import (
     generate,
     responses,
     start_engine,
+    transformers_log_probs,
 )
 from tests.support.models import EOS, make_llama, make_tokenizer
 from tests.support.ranks import run_ranks
@@ -53,20 +53,6 @@ class Seen:
     random_states: list[tuple[torch.Tensor, object, object]] = field(default_factory=list)
     environment: list[dict[str, str | None]] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
-
-
-def transformers_log_probs(folder: Path, rollouts: Rollouts, temperature: float) -> torch.Tensor:
-    """log-softmax(logits / T) of each response token, by transformers; 0 on prompts."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    parts = []
-    offsets = rollouts.cu_seqlens.tolist()
-    for start, end in zip(offsets, offsets[1:], strict=False):
-        tokens = rollouts.tokens[start:end]
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, :-1] / (temperature or 1.0)
-        picked = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        parts.append(torch.cat([torch.zeros(1), picked]))
-    return torch.cat(parts) * rollouts.action_mask
 
 
 def note_process(seen: Seen) -> None:
@@ -270,7 +256,7 @@ def test_the_process_is_left_as_it_was(seen: Seen) -> None:
     assert seen.environment[0] == seen.environment[1]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_engines_on_one_mesh_are_independent_and_agree(folder: Path, seen: Seen, tp: int) -> None:
     """Four engines of one rank, two of two ranks: each draws as the single engine does."""
     alone, log_probs = responses(seen.sampled[0.7][0]), seen.sampled[0.7][0].log_probs

@@ -81,7 +81,7 @@ def train_and_generate(rank: int, policy: Path, other: Path) -> Seen:
         shape, MESH, head="lm", dtype=torch.float32, sequence_parallel=False, recompute=None
     )
     layout = megatron_layout(shape, MESH)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {f"0.{name}": p.detach() for name, p in model.named_parameters()}
     import_hf(CheckpointReader(policy), layout, rank, tensors)
     tokens = torch.arange(5, 65)
     batch = Rollouts(

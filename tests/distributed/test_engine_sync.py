@@ -29,7 +29,7 @@ from megappo.weights.megatron import megatron_layout
 from megappo.weights.plan import plan
 from megappo.weights.vllm import vllm_layout
 from tests.support.engines import generate, start_engine
-from tests.support.models import make_llama
+from tests.support.models import make_model
 from tests.support.ranks import run_ranks
 
 VOCAB = 101
@@ -45,10 +45,12 @@ class Case:
     tied: bool
     kv_heads: int = 2
     dtype: Literal["fp32", "bf16"] = "fp32"
+    family: str = "llama"
 
     def __str__(self) -> str:
         mesh = f"{self.mesh.world_size}ranks-tp{self.mesh.tp}pp{self.mesh.pp}"
-        return f"{mesh}-engine{self.engine_tp}-{'tied' if self.tied else 'untied'}-{self.dtype}"
+        model = f"{self.family}-{'tied' if self.tied else 'untied'}"
+        return f"{model}-{mesh}-engine{self.engine_tp}-{self.dtype}"
 
 
 CASES = [
@@ -57,6 +59,7 @@ CASES = [
     Case(Topology(2, tp=2), 1, tied=True),
     Case(Topology(2, pp=2), 2, tied=True, kv_heads=1),
     Case(Topology(4, tp=2, pp=2), 2, tied=False),
+    Case(Topology(2, ep=2), 2, tied=False, family="mixtral"),
 ]
 
 
@@ -157,8 +160,9 @@ def outcomes(
     case: Case = request.param
     base = tmp_path_factory.mktemp("sync")
     old, new = (
-        make_llama(
+        make_model(
             base / f"seed{seed}",
+            case.family,
             vocab=VOCAB,
             seed=seed,
             tied=case.tied,

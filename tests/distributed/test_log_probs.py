@@ -89,3 +89,42 @@ def test_bf16_logits() -> None:
     gradient = torch.cat([result[2] for result in results], dim=1)
     assert gradient.dtype == torch.bfloat16
     assert torch.allclose(gradient.double(), expected[2], rtol=2**-8, atol=1e-5)
+
+
+def _masked_on_rank(rank: int, world: int) -> Result:
+    """Log-probs, entropies and gradient where rank 0 has no column that is not masked out."""
+    logits, labels, upstream = _inputs(60, 96, 96, torch.float32, padding=0.0)
+    logits[:, : 96 // world] = -torch.inf
+    labels = labels.clamp(min=96 // world)
+    leaf = logits.chunk(world, dim=1)[rank].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        leaf,
+        labels,
+        temperature=0.7,
+        vocab_size=96,
+        tp_group=dist.group.WORLD,
+        tp_rank=rank,
+        chunk_tokens=16,
+        with_entropy=True,
+    )
+    assert entropy is not None
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    assert leaf.grad is not None
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
+def test_c29_a_rank_whose_columns_are_all_masked_out() -> None:
+    """Its columns have no part in results and no gradient; everything stays finite."""
+    (first, second) = run_ranks(2, _masked_on_rank, 2)
+    logits, labels, upstream = _inputs(60, 96, 96, torch.float32, padding=0.0)
+    leaf = logits[:, 48:].double().requires_grad_()
+    log_softmax = torch.log_softmax(leaf / 0.7, dim=-1)
+    log_probs = log_softmax.gather(1, labels.clamp(min=48)[:, None] - 48).squeeze(1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    assert leaf.grad is not None
+    for result in (first, second):
+        assert torch.allclose(result[0].double(), log_probs, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(result[1].double(), entropy, rtol=1e-6, atol=1e-6)
+    assert not first[2].any()
+    assert torch.allclose(second[2].double(), leaf.grad, rtol=0, atol=1e-6 / 0.7)

@@ -6,24 +6,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megappo.mesh.exchange import load_micro_batches
+from megappo.mesh.exchange import load_micro_batches, send_tokens
 from megappo.records import BatchPlan, PackedBatch, Rollouts
+from megappo.reshard.transport import default_group
 from megappo.topology import Topology
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import held_by, make_plan, make_rollouts
 
 CPU = torch.device("cpu")
-MESHES = [(1, 1), (2, 2), (1, 4), (4, 2), (2, 1), (1, 8)]
+# Meshes that fill the 8 ranks, and smaller ones whose tokens lie on the other ranks.
+MESHES = [
+    *(Topology(8, tp, pp) for tp, pp in [(1, 1), (2, 2), (1, 4), (4, 2), (2, 1), (1, 8)]),
+    *(Topology(6, tp, pp) for tp, pp in [(1, 3), (2, 1)]),
+    Topology(1),
+]
 
 
 def random_case(topology: Topology, seed: int) -> tuple[Rollouts, BatchPlan]:
-    """A batch of 17 samples, held and trained on all over the mesh; some ranks get nothing."""
+    """A batch of 17 samples, trained on all over the mesh; some ranks hold or get nothing."""
     generator = np.random.default_rng(seed)
     count = 17
     rollouts = make_rollouts(generator.integers(1, 9, count), generator.integers(0, 9, count))
+    beyond = topology.world_size % dist.get_world_size()  # 0 where nothing is beyond the mesh
     plan = make_plan(
         rollouts,
-        holder_ranks=generator.integers(0, topology.world_size, count),
+        holder_ranks=generator.integers(beyond, dist.get_world_size(), count),
         steps=generator.integers(0, 2, count),
         replicas=generator.integers(0, topology.dp, count),
         micro_batches=generator.integers(0, 3, count),
@@ -35,16 +42,18 @@ def random_case(topology: Topology, seed: int) -> tuple[Rollouts, BatchPlan]:
 def exchange_everywhere(rank: int) -> list[str]:
     """Run the exchange on every mesh and compare with one rank that holds everything."""
     problems = []
-    for seed, (tp, pp) in enumerate(MESHES):
-        topology = Topology(dist.get_world_size(), tp, pp)
+    for seed, topology in enumerate(MESHES):
         rollouts, plan = random_case(topology, seed)
         rows = np.nonzero(plan.holder_ranks == rank)[0].tolist()
         mine = held_by(rollouts, rows) if rows else None
+        if rank >= topology.world_size:
+            send_tokens(plan, mine, topology, rank, device=CPU, group=default_group())
+            continue
         found = load_micro_batches(plan, mine, topology, rank, multiple=2, device=CPU)
         expected = expect(topology, rank, rollouts, plan)
         for step in range(2):
             for index in range(3):
-                where = f"tp{tp} pp{pp} rank {rank} step {step} micro-batch {index}"
+                where = f"{topology} rank {rank} step {step} micro-batch {index}"
                 problems += differences(where, found[step][index], expected[step][index])
     return problems
 
@@ -91,6 +100,6 @@ def differences(where: str, found: PackedBatch, expected: PackedBatch) -> list[s
 
 
 def test_every_rank_gets_exactly_what_its_stage_reads() -> None:
-    """First stages get tokens, last stages all, middle stages lengths; 8 ranks, 6 meshes."""
+    """First stages get tokens, last stages all, middle stages lengths, whoever holds them."""
     for problems in run_ranks(8, exchange_everywhere):
         assert problems == []

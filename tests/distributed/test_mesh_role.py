@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from megappo.mesh.rank import MeshRank
 from megappo.mesh.settings import (
+    ExperienceMetrics,
     ExperienceSettings,
     MeshSettings,
     OptimizerSettings,
@@ -24,11 +25,13 @@ from megappo.mesh.settings import (
 )
 from megappo.topology import Topology
 from tests.support.canonical import local_weights
-from tests.support.models import make_llama
+from tests.support.models import make_llama, make_model
 from tests.support.ranks import run_ranks
 from tests.support.rollouts import KEY, make_plan, make_rollouts
 
 ADAM = OptimizerSettings(lr=1e-3)
+PLAIN = ExperienceSettings(kl_coef=0.0)
+ONE_RANK = Topology(1)
 MODELS = TemporaryDirectory(prefix="role-")
 
 
@@ -38,19 +41,31 @@ def folder() -> str:
     return str(make_llama(Path(MODELS.name) / "model", layers=2))
 
 
+@cache
+def folder_with_experts() -> str:
+    """A policy of five layers, each with experts."""
+    return str(make_model(Path(MODELS.name) / "experts", "qwen3_moe", layers=5))
+
+
 def ready(
     dtype: Literal["fp32", "bf16"] = "fp32",
     adam: OptimizerSettings = ADAM,
     loss: PolicyLossSettings | None = None,
+    number: int = 0,
+    topology: Topology = ONE_RANK,
+    model: str | None = None,
+    critic: str | None = None,
 ) -> MeshRank:
-    """Actor and critic on a mesh of one rank, with experience made."""
-    rank = MeshRank(0, Topology(1), MeshSettings(dtype=dtype))
-    policy = loss or PolicyLossSettings()
-    rank.add_role(RoleSettings("actor", folder(), "lm", adam, policy))
-    rank.add_role(RoleSettings("critic", folder(), "value", adam, ValueLossSettings()))
+    """Actor and critic on a mesh of one replica, with experience made; rank 0 holds all tokens."""
+    settings = MeshSettings(dtype=dtype, sequence_parallel=topology.tp > 1)
+    rank = MeshRank(number, topology, settings)
+    policy, model = loss or PolicyLossSettings(), model or folder()
+    rank.add_role(RoleSettings("actor", model, "lm", adam, policy))
+    rank.add_role(RoleSettings("critic", critic or model, "value", adam, ValueLossSettings()))
     rollouts = make_rollouts([3, 2, 4], [5, 1, 6])
     zeros = [0, 0, 0]
-    rank.store[KEY] = rollouts
+    if number == 0:
+        rank.store[KEY] = rollouts
     rank.load_batch(
         make_plan(
             rollouts,
@@ -63,7 +78,7 @@ def ready(
     )
     rank.compute_log_probs("actor")
     rank.compute_values("critic")
-    rank.make_experience(ExperienceSettings(kl_coef=0.0))
+    rank.make_experience(PLAIN)
     return rank
 
 
@@ -77,6 +92,43 @@ def updates(
     """Metrics of some updates of the actor."""
     rank = ready(dtype, adam, loss)
     return [rank.update("actor", 0) for _ in range(count)]
+
+
+def whole_step(
+    number: int, topology: Topology, dense_critic: bool = False
+) -> tuple[ExperienceMetrics, list[UpdateMetrics]]:
+    """A batch's experience and two updates of either role; the actor has experts."""
+    critic = folder() if dense_critic else folder_with_experts()
+    rank = ready(number=number, topology=topology, model=folder_with_experts(), critic=critic)
+    metrics = rank.make_experience(PLAIN)
+    return metrics, [rank.update(role, 0) for role in ("critic", "actor") * 2]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, pp=2, vpp=2), Topology(2, tp=2, ep=2), Topology(4, tp=2, pp=2, ep=2, vpp=2)],
+    ids=str,
+)
+def test_chunks_and_spread_experts_take_the_same_steps(topology: Topology) -> None:
+    """One micro-batch, fewer than stages: experience and updates are those of one rank."""
+    _agree(topology)
+
+
+def test_a_dense_critic_beside_an_actor_with_experts() -> None:
+    """Expert parallelism is the mesh's; a model without experts has nothing to spread."""
+    _agree(Topology(2, tp=2, ep=2), dense_critic=True)
+
+
+def _agree(topology: Topology, dense_critic: bool = False) -> None:
+    folder(), folder_with_experts()  # before the ranks are forked: each would write the same files
+    [(experience, updated)] = run_ranks(1, whole_step, ONE_RANK, dense_critic)
+    for found, steps in run_ranks(topology.world_size, whole_step, topology, dense_critic):
+        assert vars(found) == pytest.approx(vars(experience), rel=1e-4, abs=1e-5)
+        for step, expected in zip(steps, updated, strict=True):
+            one, two = (
+                {k: v for k, v in vars(x).items() if v is not None} for x in (step, expected)
+            )
+            assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
 
 
 def test_learning_rate_is_that_of_this_very_step() -> None:
@@ -147,7 +199,7 @@ def fresh_head(number: int, tp: int, seed: int) -> list[float]:
     """The value head that a critic without one starts with."""
     rank = MeshRank(number, Topology(tp, tp), MeshSettings(seed=seed))
     rank.add_role(RoleSettings("critic", folder(), "value", ADAM, ValueLossSettings()))
-    weights: list[float] = local_weights(rank.roles["critic"])["output_layer.weight"].tolist()
+    weights: list[float] = local_weights(rank.roles["critic"])["0.output_layer.weight"].tolist()
     return weights
 
 

@@ -30,7 +30,6 @@ from megappo.models import parallel
 from megappo.models.build import Head, build_model
 from megappo.models.config import Recompute
 from megappo.models.forward import forward_packed
-from megappo.records import PackedBatch
 from megappo.reshard.hf import export_hf, import_hf
 from megappo.topology import Topology
 from megappo.weights.families import load_shape
@@ -38,6 +37,7 @@ from megappo.weights.hf_files import CheckpointReader
 from megappo.weights.layout import Layout
 from megappo.weights.megatron import megatron_layout
 from tests.support.models import make_llama
+from tests.support.packed import LENGTHS, pack, sequences, whole_logits
 from tests.support.ranks import run_ranks
 
 LLAMA3 = {
@@ -69,7 +69,6 @@ CUTS: list[Cut] = [
     (2, 2, True, None),
     (4, 1, True, "selective"),
 ]
-LENGTHS = (5, 9, 9, 17, 23)
 KINDS = (
     "word_embeddings.weight",
     "input_layernorm.weight",
@@ -83,28 +82,7 @@ KINDS = (
 )
 
 
-def sequences() -> list[torch.Tensor]:
-    """Unequal random sequences, two neighbours of equal length among them."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(4, 101, (n,), generator=generator) for n in LENGTHS]
-
-
 HALVES = (sequences()[:2], sequences()[2:])
-
-
-def pack(parts: list[torch.Tensor]) -> PackedBatch:
-    """One micro-batch; a dummy tail makes its length divisible, as sequence parallelism needs."""
-    real = len(parts)
-    if tail := -sum(map(len, parts)) % 4:
-        parts = [*parts, torch.zeros(tail, dtype=torch.int64)]
-    tokens = torch.cat(parts)
-    return PackedBatch(
-        tokens=tokens,
-        cu_seqlens=torch.tensor([0, *map(len, parts)]).cumsum(0).int(),
-        action_mask=torch.zeros(len(tokens), dtype=torch.bool),
-        engine_log_probs=torch.zeros(len(tokens)),
-        samples=torch.arange(real),
-    )
 
 
 def load(
@@ -128,17 +106,9 @@ def load(
         recompute=recompute,
     )
     layout = megatron_layout(shape, topology, value_head=head == "value")
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {f"0.{name}": p.detach() for name, p in model.named_parameters()}
     import_hf(CheckpointReader(folder), layout, dist.get_rank(), tensors)
     return model, layout, tensors
-
-
-def whole_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole padded vocabulary, from the tensor ranks' columns."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(logits) for _ in range(group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def rank_logits(rank: int, folder: str, cut: Cut, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -205,9 +175,9 @@ def rank_shapes(rank: int, folder: str, cut: Cut, head: Head) -> list[str]:
     model, layout, _ = load(
         folder, Topology(tp * pp, tp, pp), head=head, sequence_parallel=sequence_parallel
     )
-    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {f"0.{name}": tuple(p.shape) for name, p in model.named_parameters()}
     expected = layout.local_shapes(rank)
-    stored = {name for name, value in model.state_dict().items() if value is not None}
+    stored = {f"0.{name}" for name, value in model.state_dict().items() if value is not None}
     return [
         f"rank {rank}: {name} is {found.get(name)} in the model, {expected.get(name)} in the layout"
         for name in sorted(found.keys() | expected.keys() | stored)

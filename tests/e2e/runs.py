@@ -70,7 +70,11 @@ def make_inputs(folder: Path, *, prompts: int = 16, **model: Any) -> Path:
             "max_len": 32,
         },
         "eval": {"dataset": str(folder / "prompts.jsonl")},
-        "vllm": {"kv_cache_memory_bytes": 16 * 2**20, "max_num_seqs": 16},
+        "vllm": {
+            "kv_cache_memory_bytes": 16 * 2**20,
+            "max_num_seqs": 16,
+            "verify_weights": True,
+        },
         "megatron": {"params_dtype": "fp32"},
         "logger": {"console": False},
     }
@@ -93,7 +97,7 @@ def start(config: Path, output_dir: Path, *overrides: str) -> subprocess.Popen[s
     )
 
 
-def finish(process: subprocess.Popen[str], output_dir: Path, timeout: float = 240) -> Finished:
+def finish(process: subprocess.Popen[str], output_dir: Path, timeout: float = 420) -> Finished:
     """Wait for a run and look for what it left."""
     try:
         output, errors = process.communicate(timeout=timeout)

@@ -146,10 +146,14 @@ def test_a_group_that_the_algorithm_needs_is_asked_for(made: Made, group: str, r
         trainer(made, made.args, **{group: None})
 
 
-def test_a_reward_model_group_is_refused(made: Made) -> None:
-    """Rewards are functions so far."""
-    with pytest.raises(ValueError, match="reward_model_group must be None"):
-        trainer(made, made.args, reward_model_group=made.runtime.role_group("ref"))
+def test_a_reward_model_group_goes_with_its_key(made: Made) -> None:
+    """Not taken without ``reward.model_name_or_path``, and needed with it."""
+    group = made.runtime.role_group("ref")
+    with pytest.raises(ValueError, match="= None takes no reward_model_group"):
+        trainer(made, made.args, reward_model_group=group)
+    keys = dataclasses.replace(made.args.reward, model_name_or_path="a/judge")
+    with pytest.raises(ValueError, match="= a/judge needs a reward_model_group"):
+        trainer(made, dataclasses.replace(made.args, reward=keys))
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce"])

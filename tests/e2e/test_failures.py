@@ -93,15 +93,15 @@ def test_bad_files_are_one_line(
 VALUE_CASES = [
     (
         {"megatron.world_size": 3, "megatron.tensor_model_parallel_size": 3},
-        ["tensor_model_parallel_size = 3", "4 attention heads"],
+        ["tensor_model_parallel_size = 3", "num_attention_heads = 4"],
     ),
     (
-        {"megatron.world_size": 4, "megatron.tensor_model_parallel_size": 4},
-        ["tensor_model_parallel_size = 4", "2 key/value heads"],
+        {"megatron.world_size": 4, "megatron.expert_model_parallel_size": 2},
+        ["expert_model_parallel_size = 2", "no model of this run has experts"],
     ),
     (
         {"megatron.world_size": 4, "megatron.pipeline_model_parallel_size": 4},
-        ["pipeline_model_parallel_size = 4", "2 layers"],
+        ["pipeline_model_parallel_size = 4", "num_hidden_layers = 2"],
     ),
     ({"megatron.world_size": 3, "megatron.tensor_model_parallel_size": 2}, ["world_size"]),
     ({"megatron.world_size": 2, "vllm.num_engines": 1}, ["vllm.num_engines", "2"]),
@@ -110,6 +110,10 @@ VALUE_CASES = [
         ["data.max_len = 512", "max_position_embeddings = 256"],
     ),
     ({"megatron.world_size": 3, "vllm.tensor_parallel_size": 3}, ["vllm.tensor_parallel_size"]),
+    (
+        {"train.colocate_all": False, "vllm.tensor_parallel_size": 3},
+        ["vllm.tensor_parallel_size = 3", "num_attention_heads = 4"],
+    ),
     ({"rollout.top_p": 0.9}, ["rollout.top_p"]),
     ({"no.such_key": 1}, ["no.such_key"]),
     ({"train.batch_size": "many"}, ["train.batch_size"]),
@@ -156,7 +160,7 @@ def reward_func(samples):
     ("source", "named"),
     [
         (RAISING, ["reward.py:3", "RuntimeError: no answer key"]),
-        (TOO_FEW, ["15 scores for 16 samples"]),
+        pytest.param(TOO_FEW, ["15 scores for 16 samples"], marks=pytest.mark.slow),
     ],
 )
 def test_a_reward_that_fails_ends_the_run(
@@ -176,7 +180,9 @@ def test_a_reward_that_fails_ends_the_run(
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_saves_and_ends(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The current phase ends, a checkpoint is written; meanwhile only loopback was listened on."""
     out = tmp_path / "out"
@@ -192,6 +198,18 @@ def test_a_signal_saves_and_ends(inputs: Path, tmp_path: Path, number: signal.Si
     assert result.leftovers == []
     done = metrics(out)[-1]["step"]
     assert (out / "checkpoints" / "latest").read_text().strip() == f"step_{done}"
+
+
+def test_a_signal_while_starting_ends(inputs: Path, tmp_path: Path) -> None:
+    """SIGTERM before the first step, with Ray and the ranks coming up: one line, nothing left."""
+    out = tmp_path / "out"
+    process = start(inputs / "ppo.yaml", out)
+    wait_for(lambda: any("RankActor" in " ".join(p.cmdline()) for p in processes(out)))
+    os.kill(process.pid, signal.SIGTERM)
+    result = finish(process, out)
+    assert result.code == 128 + signal.SIGTERM, result.errors
+    assert result.errors.strip().splitlines()[-1] == "megappo: SIGTERM: stopped, nothing was saved"
+    assert result.leftovers == []
 
 
 def test_a_rank_that_dies_is_named(inputs: Path, tmp_path: Path) -> None:

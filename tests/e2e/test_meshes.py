@@ -100,10 +100,23 @@ def test_an_address_where_nothing_answers_is_named(folder: Path) -> None:
     assert f"ray_address = {address}" in result.errors.strip().splitlines()[-1]
 
 
-def test_a_mesh_that_does_not_fit_is_refused_with_numbers(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("too_much", "named"),
+    [
+        ({"ray.num_cpus_per_rank": 64}, ["64", "megatron.world_size = 1 ranks of"]),
+        (
+            {"train.colocate_all": False, "vllm.num_engines": 40, "vllm.tensor_parallel_size": 2},
+            ["20.25", "megatron.world_size = 1 ranks and 80 ranks of engines", "vllm.num_engines"],
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_numbers(
+    folder: Path, too_much: dict[str, Any], named: list[str]
+) -> None:
     """Needed and available resources are named within the time allowed."""
-    overrides = flags({"ray.num_cpus_per_rank": 64, "ray.placement_timeout": 5})
+    overrides = flags(too_much | {"ray.placement_timeout": 5})
     result = train(folder / "ppo.yaml", folder / "too_big", *overrides)
     assert result.code == 2
     last = result.errors.strip().splitlines()[-1]
-    assert "64" in last and "ray.placement_timeout" in last and "offered" in last
+    for text in [*named, "ray.placement_timeout", "offered"]:
+        assert text in last, last

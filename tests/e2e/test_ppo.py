@@ -1,7 +1,7 @@
 """Whole runs at TP=2 under Ray: metrics, first step, same seed, resume, sinks, what is left.
 
-Three runs serve all tests of this module: four steps straight; the same again; and the
-same resumed from the first one's checkpoint of step 2.
+Two runs serve the tests of this module: four steps straight; and the same resumed from the
+first one's checkpoint of step 2.
 """
 
 from __future__ import annotations
@@ -12,33 +12,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.e2e.runs import Finished, flags, make_inputs, metrics, train, weights
+from tests.support.models import make_model
 
 MESH = {
     "megatron.world_size": 2,
     "megatron.tensor_model_parallel_size": 2,
     "vllm.tensor_parallel_size": 2,
     "rollout.temperature": 0.7,
+    **{f"{role}.offload": True for role in ("actor", "critic", "ref", "reward")},
 }
 STEPS = 4
 
 
 class Runs:
-    """The three runs and the folder that they are in."""
+    """The runs and the folder that they are in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = make_inputs(folder)
+        make_model(folder / "judge", "qwen3", layers=3, vocab=64, value_head=True, seed=3)
+        self._judged = {
+            "reward.model_name_or_path": folder / "judge",
+            "reward.model_weights": "[0.5]",
+            "reward.normalize_enable": True,
+        }
         self.results: dict[str, Finished] = {}
 
     def train(self, name: str, *overrides: str) -> None:
         """Run into ``folder/name``."""
-        self.results[name] = train(self.config, self.folder / name, *flags(MESH), *overrides)
+        keys = flags(MESH | self._judged)
+        self.results[name] = train(self.config, self.folder / name, *keys, *overrides)
         result = self.results[name]
         assert result.code == 0, result.errors + _logs(self.folder / name)
 
@@ -49,7 +63,7 @@ def _logs(output_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Train three times."""
+    """Train, and go on from a checkpoint."""
     made = Runs(tmp_path_factory.mktemp("ppo"))
     sinks = flags(
         {
@@ -60,7 +74,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     )
     saving = flags({"ckpt.save_steps": 2})
     made.train("straight", *sinks, *saving)
-    made.train("again", *saving)
     saved = made.folder / "resumed" / "checkpoints"
     shutil.copytree(made.folder / "straight" / "checkpoints" / "step_2", saved / "step_2")
     (saved / "latest").write_text("step_2\n")
@@ -88,6 +101,7 @@ def test_every_step_is_logged(runs: Runs) -> None:
             "train/actor_lr",
             "train/critic_lr",
             "rollout/seen",
+            "rollout/reward_model",
         }
     assert "eval/reward_mean" in lines[-1]
 
@@ -106,8 +120,11 @@ def test_training_moves_the_policy(runs: Runs) -> None:
     assert not same(weights(runs.folder / "straight" / "hf"), weights(runs.folder / "policy"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_same_seed_gives_the_same_run(runs: Runs) -> None:
     """Every metric but the timings, bit for bit; and the weights."""
+    runs.train("again", *flags({"ckpt.save_steps": 2}))
     assert metrics(runs.folder / "again") == metrics(runs.folder / "straight")
     assert same(weights(runs.folder / "again" / "hf"), weights(runs.folder / "straight" / "hf"))
 
@@ -130,6 +147,27 @@ def test_exported_folder_is_a_hugging_face_model(runs: Runs) -> None:
         assert model(ids).logits.isfinite().all()
     source = json.loads((runs.folder / "policy" / "config.json").read_text())
     assert json.loads((folder / "config.json").read_text()) == source
+
+
+def test_the_judge_scores_what_was_written(runs: Runs) -> None:
+    """Function plus half the reward model, in deviations of the scores so far; as transformers."""
+    judge = runs.folder / "judge"
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    seen: list[float] = []
+    for step in range(1, STEPS + 1):
+        lines = (runs.folder / "straight" / "samples" / f"step_{step}.jsonl").read_text()
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
+        seen += [row["named"]["reward_model"] for row in rows]
+        for row in rows:
+            ids = tokenizer(row["prompt"] + row["response"])["input_ids"]
+            ids += [tokenizer.eos_token_id] if row["finish_reason"] == "stop" else []
+            with torch.no_grad():
+                expected = float(model(torch.tensor([ids])).logits[0, 0])
+            assert row["named"]["reward_model"] == pytest.approx(expected, abs=1e-4)
+            digits = sum(c.isdigit() for c in row["response"]) / max(len(row["response"]), 1)
+            judged = (row["named"]["reward_model"] - np.mean(seen)) / np.std(seen)
+            assert row["reward"] == pytest.approx(digits + 0.5 * judged, abs=1e-4)
 
 
 def test_samples_of_every_step_are_kept(runs: Runs) -> None:
@@ -155,10 +193,21 @@ def test_tensorboard_and_wandb_have_the_metrics(runs: Runs) -> None:
     assert list((runs.folder / "straight").glob("wandb/offline-run-*/*.wandb"))
 
 
+def test_the_start_says_what_every_role_takes(runs: Runs) -> None:
+    """On both ranks alike: roles that leave the device are counted as they are on it."""
+    table = (runs.folder / "straight" / "logs" / "memory.txt").read_text()
+    rows = [line.replace("\u2502", " ").split() for line in table.splitlines()]
+    assert [row[-6] for row in rows if len(row) >= 6 and row[-1] != "counted)"][-5:] == [
+        "actor",
+        "critic",
+        "ref",
+        "reward",
+        "all",
+    ]
+    assert all(float(row[-1]) > 0 for row in rows if row[-6:-5] in (["actor"], ["ref"]))
+
+
 def test_no_process_is_left(runs: Runs) -> None:
     """Ray and the ranks are gone after each run."""
-    assert {name: result.leftovers for name, result in runs.results.items()} == {
-        "straight": [],
-        "again": [],
-        "resumed": [],
-    }
+    assert {"straight", "resumed"} <= runs.results.keys()
+    assert all(result.leftovers == [] for result in runs.results.values())

@@ -36,14 +36,21 @@ def local_gradients(role: Role) -> Shards:
     With the distributed optimizer a rank has the final gradient of its share of each bucket
     only; the shares are gathered here.
     """
-    if role.chunks[0].ddp_config.use_distributed_optimizer:
-        group = parallel_state.get_data_parallel_group()
-        for bucket in (b for buffer in role.chunks[0].buffers for b in buffer.buckets):
-            shares = list(bucket.grad_data.view(group.size(), -1))
-            dist.all_gather(shares, shares[group.rank()].clone(), group=group)
-            bucket.grad_data.copy_(torch.cat(shares))
-    module = role.modules[0]
-    return {n: p.main_grad.float().numpy().copy() for n, p in module.named_parameters()}
+    dense = parallel_state.get_data_parallel_group()
+    experts = parallel_state.get_expert_data_parallel_group()
+    for chunk in role.chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffers, group in ((chunk.buffers, dense), (chunk.expert_parallel_buffers, experts)):
+            for bucket in (b for buffer in buffers for b in buffer.buckets):
+                shares = list(bucket.grad_data.view(group.size(), -1))
+                dist.all_gather(shares, shares[group.rank()].clone(), group=group)
+                bucket.grad_data.copy_(torch.cat(shares))
+    return {
+        f"{number}.{name}": parameter.main_grad.float().numpy().copy()
+        for number, module in enumerate(role.modules)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def canonical_vector(

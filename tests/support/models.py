@@ -7,18 +7,25 @@ with a chat template. Nothing here knows megappo.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -31,6 +38,25 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+# Each family's configuration class, and what makes a tiny model of it unlike a Llama.
+FAMILIES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2Config, {"head_dim": None, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -65,48 +91,65 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
 
 
 def make_llama(
+    directory: str | Path, *, rope: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """``make_model`` of a Llama; ``rope`` is transformers' ``rope_parameters``."""
+    return make_model(directory, "llama", rope_parameters=rope, **options)
+
+
+def make_model(
     directory: str | Path,
+    family: str,
     *,
-    tied: bool = False,
+    tied: bool | None = None,
     vocab: int = 101,
     layers: int = 4,
     hidden: int = 64,
     heads: int = 4,
     kv_heads: int = 2,
-    head_dim: int = 32,
+    head_dim: int | None = 32,
     ffn: int = 96,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     eos: int | list[int] = EOS,
-    rope: dict[str, Any] | None = None,
     max_position_embeddings: int = 256,
     value_head: bool = False,
     max_shard_size: str = "5GB",
+    **special: Any,
 ) -> Path:
-    """Write a random Llama folder and return it.
+    """Write a random folder of a family and return it.
 
-    ``rope`` is transformers' ``rope_parameters``; ``eos`` goes to the configuration and the
-    generation configuration; ``value_head`` writes a sequence classifier with one label.
+    ``eos`` goes to the configuration and the generation configuration; ``value_head`` writes a
+    sequence classifier with one label; ``special`` are further fields of the configuration.
     """
     directory = Path(directory)
-    config = LlamaConfig(
+    config_class, defaults = FAMILIES[family]
+    fields: dict[str, Any] = {
+        "head_dim": head_dim,
+        "tie_word_embeddings": False,
+        **defaults,
+        **({} if tied is None else {"tie_word_embeddings": tied}),
+        **special,
+    }
+    if fields["head_dim"] is None:  # Qwen2 has none: heads fill the hidden size
+        del fields["head_dim"]
+        hidden = heads * 32
+    config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tied,
-        rope_parameters=rope,
         bos_token_id=BOS,
         eos_token_id=eos,
         pad_token_id=PAD,
+        **fields,
     )
     config.num_labels = 1 if value_head else 2
-    architecture = LlamaForSequenceClassification if value_head else LlamaForCausalLM
-    model = architecture(config)
+    auto: Any = AutoModelForSequenceClassification if value_head else AutoModelForCausalLM
+    model = auto.from_config(config)
     randomize(model, seed)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=eos, pad_token_id=PAD)
     torch.nn.Module.to(model, dtype)

@@ -7,6 +7,7 @@ and share nothing with the layout algebra. A rank is a dict of tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -19,8 +20,24 @@ from megappo.weights.shape import ModelShape
 
 Tensors = dict[str, torch.Tensor]
 
+# Where experts are in a layer, and what their gate, up and down projections are called.
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+# What each family has that a Llama has not.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2},
+    "qwen3_moe": {"qk_norm": True, "num_experts": 4, "experts_per_token": 2},
+}
+
 
 def tiny_shape(
+    family: str = "llama",
     *,
     layers: int = 2,
     heads: int = 4,
@@ -29,9 +46,9 @@ def tiny_shape(
     tied: bool = False,
     value_head: bool = False,
 ) -> ModelShape:
-    """A Llama with different lengths in every dimension."""
+    """A model of a family with different lengths in every dimension."""
     return ModelShape(
-        family="llama",
+        family=family,
         num_layers=layers,
         hidden_size=20,
         ffn_hidden_size=24,
@@ -45,6 +62,7 @@ def tiny_shape(
         rope_scaling=None,
         max_position_embeddings=64,
         value_head=value_head,
+        **SPECIAL[family],
     )
 
 
@@ -58,52 +76,104 @@ def numbered(shape: ModelShape, *, value_head: bool = False) -> Tensors:
     return tensors
 
 
-def _pad(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
-    return functional.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
+def _pad(matrix: torch.Tensor, multiple: int, padding: float) -> torch.Tensor:
+    return functional.pad(matrix, (0, 0, 0, -len(matrix) % multiple), value=padding)
+
+
+def _chunk_layers(shape: ModelShape, topology: Topology, stage: int, chunk: int) -> list[int]:
+    """Layers go round the stages, chunk after chunk; the first chunks have one more."""
+    chunks = torch.arange(shape.num_layers).tensor_split(topology.pp * topology.vpp)
+    return [int(layer) for layer in chunks[chunk * topology.pp + stage]]
+
+
+def _megatron_layer(
+    shape: ModelShape, topology: Topology, weights: Tensors, layer: int, rank: int
+) -> Tensors:
+    """A rank's tensors of one layer, by their names in the layer."""
+    hf, tp, t = f"model.layers.{layer}", topology.tp, rank % topology.tp
+    local = {
+        "input_layernorm.weight": weights[f"{hf}.input_layernorm.weight"],
+        "pre_mlp_layernorm.weight": weights[f"{hf}.post_attention_layernorm.weight"],
+        "self_attention.linear_proj.weight": weights[f"{hf}.self_attn.o_proj.weight"].chunk(
+            tp, dim=1
+        )[t],
+    }
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        qkv = [weights[f"{hf}.self_attn.{x}_proj.{kind}"].chunk(shape.num_kv_heads) for x in "qkv"]
+        groups = [torch.cat(group) for group in zip(*qkv, strict=True)]
+        local[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups).chunk(tp)[t]
+    for x in "qk" if shape.qk_norm else "":
+        name = f"self_attention.{x}_layernorm.weight"
+        local[name] = weights[f"{hf}.self_attn.{x}_norm.weight"]
+    if not shape.num_experts:
+        gate, up, down = (weights[f"{hf}.mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        local["mlp.linear_fc1.weight"] = torch.cat((gate.chunk(tp)[t], up.chunk(tp)[t]))
+        local["mlp.linear_fc2.weight"] = down.chunk(tp, dim=1)[t]
+        return local
+    block, gate_name, up_name, down_name = EXPERT_NAMES[shape.family]
+    local["mlp.router.weight"] = weights[f"{hf}.{block}.gate.weight"]
+    share = shape.num_experts // topology.ep
+    for i in range(share):
+        expert = f"{hf}.{block}.experts.{rank % topology.ep * share + i}"
+        fc1 = [weights[f"{expert}.{x}.weight"] for x in (gate_name, up_name)]
+        local[f"mlp.experts.local_experts.{i}.linear_fc1.weight"] = torch.cat(fc1)
+        fc2 = weights[f"{expert}.{down_name}.weight"]
+        local[f"mlp.experts.local_experts.{i}.linear_fc2.weight"] = fc2
+    return local
 
 
 def megatron_reference(
-    shape: ModelShape, topology: Topology, weights: Tensors, *, value_head: bool = False
+    shape: ModelShape,
+    topology: Topology,
+    weights: Tensors,
+    *,
+    value_head: bool = False,
+    padding: float = 0,
 ) -> list[Tensors]:
-    """What every rank of a mesh holds."""
-    layers = shape.num_layers // topology.pp
+    """What every rank of a mesh holds; ``padding`` is in the rows beyond the vocabulary."""
+    tp, stage_size = topology.tp, topology.world_size // topology.pp
+    multiple = 8 * tp
     ranks: list[Tensors] = []
     for rank in range(topology.world_size):
-        at = topology.coordinates(rank)
-        tp, t = topology.tp, at.tp
+        stage, t = rank // stage_size, rank % tp
         local: Tensors = {}
-        if at.pp == 0:
-            embedding = _pad(weights["model.embed_tokens.weight"], 8 * tp)
-            local["embedding.word_embeddings.weight"] = embedding.chunk(tp)[t]
-        for i in range(layers):
-            hf = f"model.layers.{at.pp * layers + i}"
-            q, k, v = (weights[f"{hf}.self_attn.{x}_proj.weight"] for x in "qkv")
-            groups = [
-                torch.cat(group)
-                for group in zip(*(x.chunk(shape.num_kv_heads) for x in (q, k, v)), strict=True)
-            ]
-            gate, up = (weights[f"{hf}.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-            here = f"decoder.layers.{i}"
-            norms = ("input_layernorm", "post_attention_layernorm")
-            local[f"{here}.input_layernorm.weight"] = weights[f"{hf}.{norms[0]}.weight"]
-            local[f"{here}.pre_mlp_layernorm.weight"] = weights[f"{hf}.{norms[1]}.weight"]
-            attention = f"{here}.self_attention"
-            local[f"{attention}.linear_qkv.weight"] = torch.cat(groups).chunk(tp)[t]
-            output = weights[f"{hf}.self_attn.o_proj.weight"]
-            local[f"{attention}.linear_proj.weight"] = output.chunk(tp, dim=1)[t]
-            fc1 = torch.cat((gate.chunk(tp)[t], up.chunk(tp)[t]))
-            local[f"{here}.mlp.linear_fc1.weight"] = fc1
-            down = weights[f"{hf}.mlp.down_proj.weight"]
-            local[f"{here}.mlp.linear_fc2.weight"] = down.chunk(tp, dim=1)[t]
-        if at.pp == topology.pp - 1:
-            local["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+        for chunk in range(topology.vpp):
+            for i, layer in enumerate(_chunk_layers(shape, topology, stage, chunk)):
+                # Experts are spread over the ranks of the stage, which start at a multiple of ep.
+                for name, tensor in _megatron_layer(
+                    shape, topology, weights, layer, rank % stage_size
+                ).items():
+                    local[f"{chunk}.decoder.layers.{i}.{name}"] = tensor
+        embedding = _pad(weights["model.embed_tokens.weight"], multiple, padding).chunk(tp)[t]
+        if stage == 0:
+            local["0.embedding.word_embeddings.weight"] = embedding
+        if stage == topology.pp - 1:
+            last = topology.vpp - 1
+            local[f"{last}.decoder.final_layernorm.weight"] = weights["model.norm.weight"]
             if value_head:
-                local["output_layer.weight"] = weights["score.weight"]
-            elif not shape.tied or topology.pp > 1:
-                name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
-                local["output_layer.weight"] = _pad(weights[name], 8 * tp).chunk(tp)[t]
+                local[f"{last}.output_layer.weight"] = weights["score.weight"]
+            elif not shape.tied:
+                head = _pad(weights["lm_head.weight"], multiple, padding).chunk(tp)[t]
+                local[f"{last}.output_layer.weight"] = head
+            elif topology.pp > 1:
+                local[f"{last}.output_layer.weight"] = embedding
         ranks.append(local)
     return ranks
+
+
+def _vllm_experts(shape: ModelShape, weights: Tensors, layer: int, tp: int, t: int) -> Tensors:
+    """The stacked experts of one layer on tensor rank ``t``."""
+    block, gate, up, down = EXPERT_NAMES[shape.family]
+    experts = f"model.layers.{layer}.{block}.experts"
+    w13, w2 = [], []
+    for e in range(shape.num_experts):
+        halves = [weights[f"{experts}.{e}.{x}.weight"].chunk(tp)[t] for x in (gate, up)]
+        w13.append(torch.cat(halves))
+        w2.append(weights[f"{experts}.{e}.{down}.weight"].chunk(tp, dim=1)[t])
+    return {
+        f"{experts}.routed_experts.w13_weight": torch.stack(w13),
+        f"{experts}.routed_experts.w2_weight": torch.stack(w2),
+    }
 
 
 def vllm_reference(
@@ -114,12 +184,16 @@ def vllm_reference(
     for rank in range(world_size):
         tp, t = engine_tp, rank % engine_tp
         local: Tensors = {}
+        for layer in range(shape.num_layers if shape.num_experts else 0):
+            local |= _vllm_experts(shape, weights, layer, tp, t)
         for name, tensor in weights.items():
+            if ".experts." in name:
+                continue
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                local[name] = _pad(tensor, 64).chunk(tp)[t]
+                local[name] = _pad(tensor, 64, 0).chunk(tp)[t]
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 local[name] = tensor.chunk(tp, dim=1)[t]
-            elif name.endswith("q_proj.weight"):
+            elif ".q_proj." in name:
                 heads = [tensor.chunk(tp)[t]]
                 for x in "kv":
                     whole = weights[name.replace("q_proj", f"{x}_proj")]
@@ -134,7 +208,7 @@ def vllm_reference(
                 local[name.replace("gate", "gate_up")] = torch.cat(
                     (tensor.chunk(tp)[t], up.chunk(tp)[t])
                 )
-            elif not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
+            elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
                 local[name] = tensor
         ranks.append(local)
     return ranks

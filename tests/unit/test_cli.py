@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -107,6 +108,11 @@ def _interrupt(argv: Sequence[str]) -> int:
     raise KeyboardInterrupt
 
 
+def _terminate(argv: Sequence[str]) -> int:
+    signal.raise_signal(signal.SIGTERM)
+    return 0
+
+
 def test_errors_by_origin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +130,11 @@ def test_errors_by_origin(
     assert cli.main(["train"]) == cli.RUN_FAILED
     assert capsys.readouterr().err.startswith("megappo: error: rank 1 was killed by signal 9")
     monkeypatch.setitem(cli.COMMANDS, "train", _interrupt)
-    assert cli.main(["train"]) == cli.INTERRUPTED
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "megappo: SIGINT: stopped, nothing was saved\n"
+    monkeypatch.setitem(cli.COMMANDS, "train", _terminate)
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == "megappo: SIGTERM: stopped, nothing was saved\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     monkeypatch.setitem(cli.COMMANDS, "train", lambda argv: 128 + 15)
     assert cli.main(["train"]) == 143

@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megappo.weights.families import llama
+from megappo.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megappo.weights.families.table import Family
 from megappo.weights.hf_files import CheckpointReader, read_config
 from megappo.weights.shape import ModelShape
 
-FAMILIES: dict[str, Family] = {"llama": llama.FAMILY}
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+}
 VALUE_HEAD = "score.weight"
 
 

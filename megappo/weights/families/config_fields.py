@@ -58,6 +58,14 @@ class ConfigFields:
             raise self.error(f"{name} must be a positive integer, found {value!r}")
         return value
 
+    def optional_size(self, name: str, default: int | None) -> int | None:
+        """Takes a positive integer, or null for none; ``default`` when absent."""
+        self._fields.setdefault(name, default)
+        if self._fields[name] is None:
+            del self._fields[name]
+            return None
+        return self.size(name)
+
     def number(self, name: str, default: float) -> float:
         """Takes a positive number."""
         value = self._fields.pop(name, None)
@@ -78,6 +86,46 @@ class ConfigFields:
         value = self._fields.pop(name, allowed[0])
         if value not in allowed:
             raise self.error(f"{name} = {value!r} is not supported, only {allowed[0]!r}")
+
+    def no_sliding_window(self) -> None:
+        """Takes the fields of a window that Qwen's checkpoints carry and do not use.
+
+        Raises:
+            ValueError: when some layers are windowed: megappo knows windows of all layers only.
+        """
+        self.only("use_sliding_window", False)
+        self._fields.pop("sliding_window", None)
+        self._fields.pop("max_window_layers", None)
+        kinds = self._fields.pop("layer_types", None) or []
+        if not isinstance(kinds, list) or set(kinds) - {"full_attention"}:
+            raise self.error(f"layer_types = {kinds!r}: only 'full_attention' is supported")
+
+    def experts(self) -> dict[str, Any]:
+        """Takes the experts' number (under either of its names) and use, as a shape has them.
+
+        The loss by which a router learns to spread tokens, and its noise, belong to
+        pre-training: PPO uses neither.
+
+        Raises:
+            ValueError: when a token goes to more experts than there are.
+        """
+        counts = {
+            self.size(name)
+            for name in ("num_experts", "num_local_experts")
+            if self._fields.get(name) is not None
+        }
+        if len(counts) != 1:
+            raise self.error(f"num_experts (or num_local_experts) must be one number: {counts}")
+        [num_experts] = counts
+        per_token = self.size("num_experts_per_tok")
+        if per_token > num_experts:
+            raise self.error(
+                f"num_experts_per_tok = {per_token} is more than the {num_experts} experts"
+            )
+        for name in ("output_router_logits", "router_aux_loss_coef"):
+            self._fields.pop(name, None)
+        self.only("router_jitter_noise", 0.0, None)
+        return {"num_experts": num_experts, "experts_per_token": per_token}
 
     def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
         """Takes the rotary embedding from ``rope_parameters`` or the older top-level fields.

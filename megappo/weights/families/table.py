@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from megappo.weights.shape import ModelShape
 
-Dim = Literal["vocab", "hidden", "q", "kv", "ffn", "one"]
+Dim = Literal["vocab", "hidden", "q", "kv", "ffn", "head", "experts", "one"]
 Fusion = Literal["plain", "qkv", "gate_up"]
-Place = Literal["embedding", "layer", "final", "lm_head", "value_head"]
+Place = Literal["embedding", "layer", "expert", "final", "lm_head", "value_head"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,16 @@ class Parameter:
     """One parameter of a family; ``{layer}`` in a name is the layer's number.
 
     Attributes:
-        canonical: Names of the checkpoint tensors, in the order in which they fuse.
+        canonical: Names of the checkpoint tensors, in the order in which they fuse; with
+            ``{expert}`` where ``place`` is "expert".
         dims: Dimensions of each of them.
-        megatron: Name in the Megatron model of a stage, with the stage's own layer number.
-        vllm: Name in vLLM's model, None when vLLM does not hold it.
+        megatron: Name in a model chunk of a stage, with the chunk's own layer number and the
+            rank's own ``{expert}`` number.
+        vllm: Name in vLLM's model, None when vLLM does not hold it. Experts are stacked there.
         place: Where in the model it lives; decides the pipeline stage.
         fusion: How the checkpoint tensors share one local tensor.
-        split: Dimension that tensor parallelism cuts, None when replicated.
+        split: Dimension that tensor parallelism cuts, None when replicated. Megatron never cuts
+            an expert.
     """
 
     canonical: tuple[str, ...]
@@ -45,6 +48,11 @@ class Parameter:
     def padded(self) -> bool:
         """Whether its rows are the vocabulary, which parallel layouts pad with zero rows."""
         return self.dims[0][0] == "vocab"
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether every layer has one (or one per expert)."""
+        return self.place in ("layer", "expert")
 
 
 @dataclass(frozen=True)
@@ -71,5 +79,7 @@ def sizes(shape: ModelShape) -> dict[Dim, int]:
         "q": shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "ffn": shape.ffn_hidden_size,
+        "head": shape.head_dim,
+        "experts": shape.num_experts,
         "one": 1,
     }

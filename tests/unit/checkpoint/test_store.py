@@ -81,7 +81,7 @@ def test_a_pointer_to_nothing_falls_back(
 
 def test_run_state_reads_back_bit_equal(tmp_path: Path) -> None:
     """Floats survive, and a missing or foreign file is named."""
-    state = RunState(3, 12, 0.1 + 0.2, None, {"train": {"seed": 42}})
+    state = RunState(3, 12, 0.1 + 0.2, [[8, 0.1 + 0.7, 1e-9]], None, {"train": {"seed": 42}})
     write_run_state(tmp_path, state)
     assert read_run_state(tmp_path) == state
     (tmp_path / "run_state.json").write_text('{"step": 1}')

@@ -84,6 +84,20 @@ def test_rng_tracker_gives_each_region_its_own_stream() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
+def test_expert_dispatch_needs_no_stream() -> None:
+    """The router has no fused GEMM; the dispatcher keeps counts and makes no CUDA stream."""
+    moe = "megatron.core.transformer.moe"
+    assert importlib.import_module(f"{moe}.moe_utils").te_general_gemm is None
+    module = importlib.import_module(f"{moe}.token_dispatcher")
+    dispatcher = object.__new__(module.MoEAlltoAllTokenDispatcher)
+    dispatcher.input_splits, dispatcher.output_splits = torch.tensor([2, 0, 3]), None
+    counts = torch.tensor([1, 4])
+    for point in ("before_permutation_1", "before_ep_alltoall", "before_finish"):
+        assert dispatcher._maybe_dtoh_and_synchronize(point, counts) is counts
+    assert dispatcher.input_splits == [2, 0, 3] and dispatcher.output_splits is None
+    assert dispatcher.cuda_dtoh_stream is not None
+
+
 def test_platform_is_cpu_and_gloo() -> None:
     """The platform layer agrees with torch."""
     assert not platform.is_cuda()

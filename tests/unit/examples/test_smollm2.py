@@ -18,10 +18,13 @@ PROMPTS = Path(model.__file__).with_name("prompts.jsonl")
 
 
 def test_prompts() -> None:
-    """At least 64 different questions, a text each."""
-    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    assert all(set(row) == {"input"} and len(row["input"].split()) >= 3 for row in rows)
-    assert len({row["input"] for row in rows}) == len(rows) >= 64
+    """At least 64 different questions, with the same instruction."""
+    chats = [json.loads(line)["input"] for line in PROMPTS.read_text().splitlines()]
+    assert all([turn["role"] for turn in chat] == ["system", "user"] for chat in chats)
+    questions = {question["content"] for _, question in chats}
+    assert all(len(question.split()) >= 3 for question in questions)
+    assert len(questions) == len(chats) >= 64
+    assert len({system["content"] for system, _ in chats}) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,14 @@ from megappo.models.attention import PackedAttention
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def core() -> PackedAttention:
-    """One layer's core."""
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS)
+def core(window: int | None = None) -> PackedAttention:
+    """One layer's core; a token sees ``window`` tokens, itself included."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=HEADS,
+        window_size=None if window is None else (window - 1, 0),
+    )
     return PackedAttention(config, layer_number=1)
 
 
@@ -33,26 +38,31 @@ def draw(lengths: list[int], kv_heads: int = KV_HEADS) -> tuple[torch.Tensor, ..
     )
 
 
-def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Causal attention of one sequence, written out; float64 [L, heads * head_dim]."""
     q, k, v = (x.double() for x in (q, k, v))
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    scores.masked_fill_(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+    here, there = torch.arange(len(q))[:, None], torch.arange(len(q))
+    unseen = (there > here) | (there <= here - (window or len(q)))
+    scores.masked_fill_(unseen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
     "lengths", [[1], [7], [5, 5, 5], [3, 9, 9, 1, 1, 4], [0, 6, 0, 2], [1, 1, 1, 33]]
 )
-def test_equals_softmax_attention(lengths: list[int], kv_heads: int) -> None:
+def test_equals_softmax_attention(lengths: list[int], kv_heads: int, window: int | None) -> None:
     """Outputs and gradients are those of each sequence alone, for runs of equal length too."""
     q, k, v = draw(lengths, kv_heads)
-    output = core()(q, k, v, None, packed_seq_params=packed(lengths))
+    output = core(window)(q, k, v, None, packed_seq_params=packed(lengths))
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    expected = torch.cat([softmax_attention(*part) for part in parts])
+    expected = torch.cat([softmax_attention(a, b, c, window) for a, b, c in parts])
     torch.testing.assert_close(output, expected.float(), rtol=0, atol=2e-6)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     ours = torch.autograd.grad((output * weights).sum(), (q, k, v))

@@ -21,8 +21,8 @@ from tests.unit.models.test_rotary import SHAPE
         ({"num_heads": 6, "num_kv_heads": 3}, 2, 1, ["= 2 ", "num_key_value_heads = 3"]),
         ({"num_heads": 12, "num_kv_heads": 6}, 4, 1, ["= 4 ", "num_key_value_heads = 6"]),
         ({"ffn_hidden_size": 97}, 2, 1, ["= 2 ", "intermediate_size = 97"]),
-        ({"num_layers": 3}, 1, 2, ["pipeline_model_parallel_size = 2", "num_hidden_layers = 3"]),
-        ({"num_layers": 30}, 1, 4, ["pipeline_model_parallel_size = 4", "= 30"]),
+        ({"num_layers": 3}, 1, 4, ["pipeline_model_parallel_size", "4 x 1", "= 3"]),
+        ({"num_experts": 4, "experts_per_token": 2}, 2, 1, ["megatron.sequence_parallel", "= 2 "]),
     ],
 )
 def test_uneven_cuts_are_refused(

@@ -151,6 +151,33 @@ def test_c16_padded_columns_have_no_effect(padding: float) -> None:
     assert every_token.double().exp().sum().item() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_c29_masked_out_vocabulary(dtype: torch.dtype, temperature: float) -> None:
+    """-inf inside of the vocabulary: results of the rest alone; finite, with a gradient of 0."""
+    logits, labels, up_log_prob, up_entropy = _inputs(90, dtype)
+    kept = torch.arange(VOCAB) % 3 != 1
+    labels = labels - (labels % 3 == 1).long()
+    logits[:, :VOCAB][:, ~kept] = -torch.inf
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = _chunked(leaf, labels, temperature, 13)
+    ((log_probs * up_log_prob).sum() + (entropy * up_entropy).sum()).backward()
+
+    exact = logits[:, :VOCAB][:, kept].double().requires_grad_()
+    log_softmax = torch.log_softmax(exact / temperature, dim=-1)
+    among_kept = kept.cumsum(0)[labels] - 1
+    expected = log_softmax.gather(1, among_kept[:, None]).squeeze(1)
+    expected_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    ((expected * up_log_prob).sum() + (expected_entropy * up_entropy).sum()).backward()
+    assert torch.allclose(log_probs.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(entropy.double(), expected_entropy, rtol=1e-6, atol=1e-6)
+    assert leaf.grad is not None and exact.grad is not None
+    assert not leaf.grad[:, :VOCAB][:, ~kept].any()
+    rtol = 2**-8 if dtype == torch.bfloat16 else 0
+    got = leaf.grad[:, :VOCAB][:, kept].double()
+    assert torch.allclose(got, exact.grad, rtol=rtol, atol=1e-6 / temperature)
+
+
 def test_entropy_is_not_built_when_unused() -> None:
     """Without entropy the second result is None, and the first is the same to the bit."""
     logits, labels, up_log_prob, _ = _inputs()

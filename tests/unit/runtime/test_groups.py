@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megappo.runtime.groups import RankCall, RankGroup
+from megappo.runtime.groups import Partners, RankCall, RankGroup
 from megappo.topology import Topology
 
 
@@ -51,3 +51,18 @@ def test_calls_without_an_argument_and_broadcasts() -> None:
     assert group.call("compute_log_probs") == [(0, None), (1, None)]
     assert group.broadcast("update", 3) == [(0, 3), (1, 3)]
     assert group.num_replicas == 2
+
+
+def test_partners_take_part_in_their_method_alone() -> None:
+    """They are called as their own target with the common argument, and none of them answers."""
+    recorder = Recorder()
+    group = RankGroup(
+        recorder, "engine", [[2, 3], [4, 5]], [2, 4], {"sync": Partners("actor", range(2))}
+    )
+    assert group.broadcast("sync", 7) == [(2, 7), (4, 7)]
+    assert recorder.calls == {
+        **{rank: RankCall("actor", "sync", 7) for rank in (0, 1)},
+        **{rank: RankCall("engine", "sync", 7) for rank in (2, 3, 4, 5)},
+    }
+    group.call("generate", ["a", "b"])
+    assert sorted(recorder.calls) == [2, 3, 4, 5]

@@ -26,7 +26,7 @@ def save(args: Config, consumed: int, *roles: str) -> Path:
     """A checkpoint whose roles are empty folders."""
     store = checkpoint_store(args)
     folder = store.begin(3)
-    write_run_state(folder, RunState(3, consumed, 0.05, None, {}))
+    write_run_state(folder, RunState(3, consumed, 0.05, [], None, {}))
     for role in roles:
         (folder / role).mkdir()
     return store.commit(3)
@@ -87,7 +87,7 @@ def test_keys_that_changed_since_the_save_are_found(
     """Those of the algorithm, by their dotted names; an unchanged run has none."""
     save(args, 4, "actor", "critic")
     folder = checkpoint_store(args).begin(4)
-    write_run_state(folder, RunState(4, 4, 0.05, None, dataclasses.asdict(args)))
+    write_run_state(folder, RunState(4, 4, 0.05, [], None, dataclasses.asdict(args)))
     (folder / "actor").mkdir()
     (folder / "critic").mkdir()
     checkpoint_store(args).commit(4)

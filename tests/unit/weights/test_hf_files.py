@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megappo.weights.families import load_shape
-from megappo.weights.hf_files import CheckpointReader, CheckpointWriter
+from megappo.weights.hf_files import CheckpointReader, CheckpointWriter, Entry
 from tests.support.models import make_llama
 from tests.support.weights import Tensors, assert_equal_ranks
 
@@ -35,8 +35,8 @@ def _weights(folder: Path) -> Tensors:
     return {k: t for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}
 
 
-def _shapes(weights: Tensors) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(t.shape) for name, t in weights.items()}
+def _entries(weights: Tensors) -> dict[str, Entry]:
+    return {name: Entry(t.dtype, tuple(t.shape)) for name, t in weights.items()}
 
 
 def _siblings(folder: Path) -> list[str]:
@@ -65,7 +65,7 @@ def _norm(weights: Tensors) -> torch.Tensor:
 def test_round_trip_keeps_tokenizer_and_generation(source: Path, tmp_path: Path) -> None:
     """C10: same chat text, tokenizer length, EOS list and heads; transformers loads it whole."""
     weights, out = _weights(source), tmp_path / "out"
-    writer = CheckpointWriter(out, _shapes(weights), source, max_shard_bytes=60_000)
+    writer = CheckpointWriter(out, _entries(weights), source, max_shard_bytes=60_000)
     for name, tensor in weights.items():
         writer.add(name, tensor)
     writer.commit()
@@ -96,7 +96,7 @@ def test_lost_tensor_leaves_no_folder(source: Path, tmp_path: Path, lost: list[s
     """C7: the error lists what never came, and nothing is left that looks finished."""
     weights = _weights(source)
     out = tmp_path / "out"
-    writer = CheckpointWriter(out, _shapes(weights), source, max_shard_bytes=50_000)
+    writer = CheckpointWriter(out, _entries(weights), source, max_shard_bytes=50_000)
     for name, tensor in weights.items():
         if name not in lost:
             writer.add(name, tensor)
@@ -110,9 +110,12 @@ def test_lost_tensor_leaves_no_folder(source: Path, tmp_path: Path, lost: list[s
 
 def test_unexpected_tensors_are_refused(source: Path, tmp_path: Path) -> None:
     """C7: a strange name, a second copy and another shape are errors at once."""
-    writer = CheckpointWriter(tmp_path / "out", {"a": (2, 3), "b": (1,)}, source)
+    writer = CheckpointWriter(
+        tmp_path / "out", _entries({"a": torch.zeros(2, 3), "b": torch.zeros(1)}), source
+    )
     writer.add("b", torch.zeros(1))
-    for name, tensor in (("c", torch.zeros(1)), ("b", torch.zeros(1)), ("a", torch.zeros(3, 2))):
+    strange = [("c", torch.zeros(1)), ("b", torch.zeros(1)), ("a", torch.zeros(3, 2))]
+    for name, tensor in (*strange, ("a", torch.zeros(2, 3).half())):
         with pytest.raises(ValueError, match=f"{name} (is not expected, or came twice|has shape)"):
             writer.add(name, tensor)
     writer.discard()
@@ -122,7 +125,7 @@ def test_an_older_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> 
     """The old folder stands until the new one does; foreign folders are never touched."""
     out = tmp_path / "out"
     for value in (1.0, 2.0):
-        writer = CheckpointWriter(out, {"a": (2,)}, source)
+        writer = CheckpointWriter(out, _entries({"a": torch.zeros(2)}), source)
         writer.add("a", torch.full((2,), value))
         assert out.exists() == (value == 2.0)
         writer.commit()
@@ -133,7 +136,7 @@ def test_an_older_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> 
     (foreign / "thesis.txt").write_text("x")
     for target, words in ((foreign, "no Hugging Face folder"), (source, "came from")):
         with pytest.raises(ValueError, match=words):
-            CheckpointWriter(target, {"a": (2,)}, source)
+            CheckpointWriter(target, _entries({"a": torch.zeros(2)}), source)
 
 
 def test_wrong_folders_are_explained(source: Path, tmp_path: Path) -> None:
@@ -195,5 +198,5 @@ def test_writer_failing_midway_leaves_nothing(source: Path, tmp_path: Path) -> N
     """A target that cannot be made: the error is the system's, and no folder is left."""
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        CheckpointWriter(tmp_path / "file" / "out", {"a": (2,)}, source)
+        CheckpointWriter(tmp_path / "file" / "out", _entries({"a": torch.zeros(2)}), source)
     assert _siblings(tmp_path / "file") == ["file"]

@@ -90,7 +90,7 @@ def test_rope_of_old_and_new_files(
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
-        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported, only llama"),
+        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported, only llama, mistral"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, found 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of .* = 3"),
