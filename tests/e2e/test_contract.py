@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from ray._private import ray_constants
 
 from megappo.config import load
 from megappo.config.schema import Config
@@ -31,6 +33,7 @@ class Made:
 
     args: Config
     runtime: RayRuntime
+    environment_before: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("contract")
     config = make_inputs(folder, prompts=PROMPTS)
     args = load(["--config", str(config), "--output_dir", str(folder / "out")])
+    before = dict(os.environ)
     runtime = make_runtime(args)
-    yield Made(args, runtime)
+    yield Made(args, runtime, before)
     runtime.shutdown()
 
 
@@ -76,6 +80,13 @@ def trained_on(args: Config) -> list[int]:
     n = args.rollout.n_samples_per_prompt
     assert all(len(set(order[i : i + n])) == 1 for i in range(0, len(order), n))
     return order[::n]
+
+
+def test_what_keeps_this_cluster_on_loopback_is_not_handed_on(made: Made) -> None:
+    """A `ray start` from this process is not to listen on loopback alone because of this run."""
+    switch = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    assert os.environ.get(switch) == made.environment_before.get(switch)
+    assert ray_constants.ENABLE_RAY_CLUSTER
 
 
 def test_fit_trains_on_every_prompt_of_every_episode(made: Made) -> None:
