@@ -11,12 +11,16 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import secrets
+import socket
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 _REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this very process
@@ -32,6 +36,8 @@ _MODULES = (
 # Set by vLLM's CPU platform for processes that it would start; Megatron and subprocesses of
 # the trainer must not see them.
 _VLLM_LEAKS = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def import_vllm() -> None:
@@ -77,6 +83,42 @@ def launched_as(rank: int, world_size: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def private_shared_memory() -> Iterator[None]:
+    """Give the shared memory of a CPU engine's ranks a name of its own, for the time it starts.
+
+    Engines under the external launcher all have the same name for it: a second run on the
+    machine, or what a killed one left, would stop an engine from starting, or would be mixed
+    into its sums. The name is taken away once all ranks have the memory, so that it is gone
+    with them. Collective over the default process group.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token)
+    mine = f"megappo-{token[0]}-{socket.gethostname()}"  # other hosts: vLLM does without it
+    shared = cpu_communicator._CPUSHMDistributed
+    name_as_it_was = shared.make_group_name
+    made: set[Path] = set()
+
+    def make_group_name(communicator: cpu_communicator.CpuCommunicator) -> str:
+        name = f"{mine}{name_as_it_was(communicator).replace('/', '')}"
+        made.update(SHARED_MEMORY / f"{name}_{rank}" for rank in range(communicator.world_size))
+        return name
+
+    naming = "make_group_name"
+    setattr(shared, naming, staticmethod(make_group_name))
+    try:
+        yield
+    finally:
+        setattr(shared, naming, staticmethod(name_as_it_was))
+        for path in made:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from megappo.rollout.engine import (
 from megappo.rollout.process import (
     import_vllm,
     launched_as,
+    private_shared_memory,
     register_architectures,
     unchanged_random_state,
 )
@@ -87,7 +88,11 @@ class VLLMEngine:
         self._unusable: str | None = None
         import_vllm()
         register_architectures(read_config(settings.model_dir).get("architectures", ()))
-        with launched_as(rank, world_size), unchanged_random_state():
+        with (
+            launched_as(rank, world_size),
+            private_shared_memory(),
+            unchanged_random_state(),
+        ):
             self._llm = _start(settings)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._update = _weight_update(self._llm, settings.dtype)

@@ -6,6 +6,7 @@ parameters into it, generate, and train the same step again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from megappo.models.log_probs import log_probs_and_entropy
 from megappo.records import PackedBatch, Rollouts
 from megappo.reshard.executor import Executor
 from megappo.reshard.hf import import_hf
-from megappo.rollout.process import import_vllm
+from megappo.rollout.process import SHARED_MEMORY, import_vllm
 from megappo.topology import Topology
 from megappo.weights.families import load_shape
 from megappo.weights.hf_files import CheckpointReader
@@ -38,11 +39,12 @@ MESH = Topology(2, tp=2)
 
 @dataclass
 class Seen:
-    """Gradients by name without and with an engine around, and two views of log-probs."""
+    """What a rank saw: gradients without and with an engine, log-probs twice, shared memory."""
 
     gradients: list[dict[str, torch.Tensor]]
     trainer_log_probs: torch.Tensor
     rollouts: Rollouts
+    shared_memory: list[str]
 
 
 def trainer_log_probs(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
@@ -98,17 +100,32 @@ def train_and_generate(rank: int, policy: Path, other: Path) -> Seen:
     engine.finish_update(1)
     rollouts, _ = generate(engine, temperature=TEMPERATURE)
     after = gradients(model, batch)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpushm" in line]
     with torch.no_grad():
-        return Seen([before, after], trainer_log_probs(model, rollouts), rollouts)
+        return Seen([before, after], trainer_log_probs(model, rollouts), rollouts, mapped)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    """Both ranks' observations."""
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Seen]]:
+    """Both ranks' observations, on a machine where another engine like theirs was killed."""
     import_vllm()
     base = tmp_path_factory.mktemp("beside")
     policy, other = (make_llama(base / f"seed{seed}", vocab=VOCAB, seed=seed) for seed in (1, 2))
-    return run_ranks(2, train_and_generate, policy, other)
+    left = SHARED_MEMORY / "-tp:0-[0-1]-cpushm_0"  # as vLLM names it
+    left.touch()
+    try:
+        yield run_ranks(2, train_and_generate, policy, other)
+    finally:
+        left.unlink()
+
+
+def test_the_ranks_meet_in_memory_of_their_own(seen: list[Seen]) -> None:
+    """No other engine on the machine knows its name, and it is gone when the ranks are.
+
+    There is none where vLLM has no such memory for the processor (without AVX-512).
+    """
+    for rank in seen:
+        assert all("megappo-" in line and "(deleted)" in line for line in rank.shared_memory)
 
 
 def test_training_is_bit_equal_with_an_engine_in_the_process(seen: list[Seen]) -> None:
